@@ -132,7 +132,8 @@ class Lines:
         # Once closed the rest is read and dropped: ssh does not end with a full pipe.
         while not self._closing.is_set():
             with suppress(queue.Full):
-                return self._queue.put(line, timeout=0.2)
+                self._queue.put(line, timeout=0.2)
+                return
 
 
 class Process:
