@@ -18,15 +18,17 @@
  *
  * What is counted is blocks entered times the instructions in them. A block that
  * a fault or an interrupt leaves early counts whole, and it counts again when it
- * is entered again to go on.
+ * is entered again to go on. A string instruction with a rep prefix counts once
+ * whatever its length.
  *
  * Socket: a stream; lines of words from the client, each answered by lines of
  * which the last begins with "ok" or "error".
  *	hello		ok instructions 1 vcpus N blocks N
  *	mark		ok N			takes a mark, numbered from 0
- *	marks		mark N host|guest:ID kernel N user N ...	ok COUNT
+ *	marks		mark N host|guest:ID ns N kernel N user N ...	ok COUNT
  *	delta A B	user N, kernel PC N ... (PC in hex, N not 0)	ok COUNT
  *	reset		ok			forgets the marks
+ * ns is the host's CLOCK_MONOTONIC.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -39,6 +41,7 @@
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "qemu_plugin.h"
@@ -67,6 +70,7 @@ struct block {
 struct mark {
 	int guest_id;		/* -1: the client's */
 	size_t blocks;		/* how many there were */
+	uint64_t ns;
 	uint64_t user;
 	uint64_t kernel;
 	uint64_t *counts;	/* by index into blocks */
@@ -164,6 +168,7 @@ static qemu_plugin_u64 count_of(uint64_t pc)
 /* Returns the mark's number, or -1 when there is no room. */
 static int take_mark(int guest_id)
 {
+	struct timespec now;
 	struct mark *mark;
 	int number = -1;
 
@@ -171,7 +176,9 @@ static int take_mark(int guest_id)
 	if (n_marks < MARKS) {
 		number = n_marks++;
 		mark = &marks[number];
+		clock_gettime(CLOCK_MONOTONIC, &now);
 		mark->guest_id = guest_id;
+		mark->ns = now.tv_sec * 1000000000ull + now.tv_nsec;
 		mark->blocks = n_blocks;
 		mark->user = qemu_plugin_u64_sum(user_count);
 		mark->kernel = 0;
@@ -233,8 +240,8 @@ static void answer_marks(FILE *out)
 			fputs("host", out);
 		else
 			fprintf(out, "guest:%d", marks[i].guest_id);
-		fprintf(out, " kernel %" PRIu64 " user %" PRIu64 "\n",
-			marks[i].kernel, marks[i].user);
+		fprintf(out, " ns %" PRIu64 " kernel %" PRIu64 " user %" PRIu64 "\n",
+			marks[i].ns, marks[i].kernel, marks[i].user);
 	}
 	fprintf(out, "ok %zu\n", n_marks);
 }
