@@ -13,7 +13,7 @@ import shlex
 import shutil
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ _STAMP = ".built.json"
 _BUILD_SECONDS = 1800.0
 #: what a build leaves in a source folder that somebody built in by hand
 _ARTEFACTS = re.compile(r"\..*|.*\.(o|ko|mod|mod\.c|a|symvers|order|orig|rej)")
-_FINDING = re.compile(r"(?:^|\s)(?:error|warning|fatal error): |^(?:ERROR|WARNING): ")
+_FINDING = re.compile(r"(?:^|[\s:])(?:fatal error|error|warning|ERROR|WARNING|CHECK):")
 
 
 class ModuleMismatch(RdmalabError):
@@ -42,7 +42,12 @@ class Target(Protocol):
     name: str
 
     def run(
-        self, argv: Sequence[str], *, timeout: float = ..., check: bool = ..., input: str | None = ...
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = ...,
+        check: bool = ...,
+        input: str | None = ...,
     ) -> Result: ...
 
     def put(self, local: Path, remote: str, mode: int = ...) -> None: ...
@@ -128,7 +133,14 @@ def _built(out: Path, wanted: str) -> list[Path] | None:
     return modules
 
 
-def _make(sysroot: Sysroot, release: str, work: Path, goal: str = "modules") -> None:
+def _make(
+    sysroot: Sysroot,
+    release: str,
+    work: Path,
+    goal: str = "modules",
+    binds: Mapping[Path, str] | None = None,
+    variables: Sequence[str] = (),
+) -> None:
     kernel = sysroot.paths.repo / "kernel"
     source = work / "source"
     for path in sources(kernel):
@@ -136,8 +148,14 @@ def _make(sysroot: Sysroot, release: str, work: Path, goal: str = "modules") -> 
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
     done = sysroot.run(
-        ["make", f"-j{os.cpu_count() or 1}", f"KDIR=/usr/src/linux-headers-{release}", goal],
-        binds={source: "/mnt/kernel"},
+        [
+            "make",
+            f"-j{os.cpu_count() or 1}",
+            f"KDIR=/usr/src/linux-headers-{release}",
+            *variables,
+            goal,
+        ],
+        binds={source: "/mnt/kernel", **(binds or {})},
         cwd="/mnt/kernel",
         check=False,
         timeout=_BUILD_SECONDS,
@@ -165,11 +183,47 @@ def style(sysroot: Sysroot, release: str, progress: Progress) -> None:
     """checkpatch --strict and sparse over everything under kernel/. Raises CommandFailed with
     the first finding."""
     sysroot.paths.modules.mkdir(parents=True, exist_ok=True)
+    scripts = _checkpatch(sysroot, release, progress)
     with (
         progress.step(f"kernel style ({release})"),
         tempfile.TemporaryDirectory(prefix=".style-", dir=sysroot.paths.modules) as folder,
     ):
-        _make(sysroot, release, Path(folder), "style")
+        _make(
+            sysroot,
+            release,
+            Path(folder),
+            "style",
+            {scripts: "/mnt/checkpatch"},
+            ["CHECKPATCH=/mnt/checkpatch/checkpatch.pl"],
+        )
+
+
+def _checkpatch(sysroot: Sysroot, release: str, progress: Progress) -> Path:
+    """The folder with the kernel's checkpatch.pl, which only the source package has: fetched
+    once, and of its 160 MB three files are kept."""
+    version = ".".join(release.split(".")[:2])
+    folder = sysroot.paths.cache / "checkpatch" / version
+    if (folder / "checkpatch.pl").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    package = f"linux-source-{version}"
+    # Each file has its end in the tar well before the archive's, and tar stops there.
+    script = (
+        f"apt-get download -q -o APT::Sandbox::User=root {package}"
+        f" && dpkg-deb --fsys-tarfile {package}_*.deb | tar -xO ./usr/src/{package}.tar.xz"
+        f" | tar -xJ --strip-components=2 --occurrence=1 {package}/scripts/checkpatch.pl"
+        f" {package}/scripts/spelling.txt {package}/scripts/const_structs.checkpatch;"
+        " rm -f *.deb; test -s checkpatch.pl"
+    )
+    with (
+        progress.step(f"checkpatch of {package}"),
+        tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as new,
+    ):
+        sysroot.run(["sh", "-c", script], binds={Path(new): "/mnt/new"}, cwd="/mnt/new")
+        Path(new).chmod(0o755)
+        Path(new).rename(folder)
+        Path(new).mkdir()  # what the context manager removes
+    return folder
 
 
 # -- what a module says of itself -----------------------------------------------------------
