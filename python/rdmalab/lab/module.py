@@ -252,11 +252,14 @@ def read(ko: Path) -> ModuleInfo:
         words: dict[str, str] = {}
         for entry in sections[".modinfo"].split(b"\0"):
             if entry:
-                name, _, value = entry.decode().partition("=")
-                words.setdefault(name, value)
+                word, _, value = entry.decode().partition("=")
+                words.setdefault(word, value)
+        name, vermagic = words["name"], words["vermagic"].strip()
+        if not name or not vermagic:
+            raise ValueError("its name or its vermagic is empty")
         return ModuleInfo(
-            name=words["name"],
-            vermagic=words["vermagic"].strip(),
+            name=name,
+            vermagic=vermagic,
             depends=tuple(n for n in words.get("depends", "").split(",") if n),
             build_id=_build_id(sections.get(".note.gnu.build-id", b"")),
         )
