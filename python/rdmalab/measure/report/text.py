@@ -25,6 +25,14 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
+def axis_number(value: float) -> str:
+    """A round number beside an axis: ``0.5``, ``20``, ``5000``, ``20k``, ``1.5M``."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= max(factor, 1e4):
+            return f"{value / factor:g}{letter}"
+    return f"{value:g}"
+
+
 def byte_size(size: float) -> str:
     """``64 B``, ``4 KiB``, ``1.5 MiB``."""
     unit = 0
