@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypedDict
@@ -175,16 +174,17 @@ def _end_coverage(end: Counters, out: int, back: int) -> float | None:
             continue
         if seen is None:
             return None
-        shares.append(100.0 * seen / posted)
-    return round(min(shares), 2) if shares else None
+        # Rounded down, so that 100 is all of them.
+        shares.append(10_000 * seen // posted / 100)
+    return min(shares, default=None)
 
 
 def _per_cent(share: float | None) -> str:
     if share is None:
         return "?"
-    # Rounded down, so that 100.0 is all of them. Retransmissions and acknowledgements make
-    # more packets than were posted; the excess proves nothing more.
-    return f"{math.floor(min(share, 100.0) * 10) / 10:.1f}"
+    # Rounded down like the share itself. Retransmissions and acknowledgements make more
+    # packets than were posted; the excess proves nothing more.
+    return f"{round(min(share, 100.0) * 100) // 10 / 10:.1f}"
 
 
 _NO_PERCENTILES = Percentiles(None, None, None, None, None)
