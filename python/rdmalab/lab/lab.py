@@ -26,7 +26,7 @@ from rdmalab.errors import (
     RdmalabError,
     UsageError,
 )
-from rdmalab.lab import accel, image, initramfs, kernel, native, qemu, topology
+from rdmalab.lab import accel, image, initramfs, kernel, native, plugin, qemu, topology
 from rdmalab.lab.child import last_line, python
 from rdmalab.lab.deadline import Deadlines, Layers, slow_factor
 from rdmalab.lab.node import Endpoint, LinkEnd, Node
@@ -477,6 +477,7 @@ def _prepare(
     shared = folder / "initrd-shared"
     shared.write_bytes(initramfs.base(sysroot, chosen, paths.vm / "guest"))
     built = _built_modules(paths, chosen.release)
+    counter = plugin.ensure(sysroot, progress) if spec.instructions else None
     planned = []
     for index, name in enumerate(shape.nodes):
         public = _keygen(folder / f"host-key-{name}", name)
@@ -497,6 +498,7 @@ def _prepare(
             memory_mib=spec.memory_mib,
             boot=qemu.fast_boot(chosen.vmlinux, initrd, root, modules, extra),
             links=tuple(shape.links_of(name)),
+            plugin=counter,
         )
         argv = qemu.command(sysroot.qemu(), guest, accelerator)
         ends = []

@@ -108,7 +108,7 @@ class Leash:
     ) -> None:
         self._name = name
         self._path = control_path()
-        key = uuid.uuid4().hex
+        identity = uuid.uuid4().hex
         self._common = [*ssh, "-F", "none", "-T", "-S", str(self._path)]
         for key, value in endpoint.options():
             self._common += ["-o", f"{key}={value}"]
@@ -123,7 +123,7 @@ class Leash:
             # A stalled guest is the deadlines' affair; this ends a connection whose other
             # end vanished without a word.
             *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8"),
-            *("--", name, remote_command(_LEASH, key)),
+            *("--", name, remote_command(_LEASH, identity)),
         ]
         # A session of its own: Ctrl-C goes to us, and we end the remote side in order.
         try:
@@ -161,7 +161,7 @@ class Leash:
                 todo="see whether the node is up and its host key and login key are right",
             )
         self.base = ready
-        self._directory = f"{ready}/leash/{key}"
+        self._directory = f"{ready}/leash/{identity}"
 
     @property
     def alive(self) -> bool:

@@ -125,18 +125,15 @@ class Lines:
 
     def _read(self) -> None:
         for line in iter(lambda: self._pipe.readline(LINE_LIMIT), b""):
-            if not self._put(line.decode(errors="replace").rstrip("\r\n")):
-                return
+            self._put(line.decode(errors="replace").rstrip("\r\n"))
         self._put(None)
 
-    def _put(self, line: str | None) -> bool:
+    def _put(self, line: str | None) -> None:
+        # Once closed the rest is read and dropped: ssh does not end with a full pipe.
         while not self._closing.is_set():
-            try:
+            with suppress(queue.Full):
                 self._queue.put(line, timeout=0.2)
-            except queue.Full:
-                continue
-            return True
-        return False
+                return
 
 
 class Process:
@@ -213,11 +210,11 @@ class Process:
         """End the command on the node (TERM, then KILL) and its ssh. Never raises;
         nothing happens to a command that has ended."""
         self._stopped = True
+        self.stdout.close()
         if self._status is None:
             self._owner.end(self._lease, self._local)
             if self._status is None:
                 self._status = self._local.poll()
-        self.stdout.close()
         with suppress(OSError):  # what was still to be written has no reader any more
             self.stdin.close()
 
