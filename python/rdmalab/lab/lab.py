@@ -1,0 +1,537 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lab: the nodes and links of a topology that are up."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rdmalab.errors import (
+    CommandFailed,
+    DeadlineExceeded,
+    HostError,
+    NodeLost,
+    RdmalabError,
+    UsageError,
+)
+from rdmalab.lab import accel, image, initramfs, kernel, native, plugin, qemu, topology
+from rdmalab.lab.child import last_line, python
+from rdmalab.lab.deadline import Deadlines, Layers, slow_factor
+from rdmalab.lab.node import Endpoint, LinkEnd, Node
+from rdmalab.lab.paths import Paths
+from rdmalab.lab.plan import Plan, PlannedLink, PlannedNode
+from rdmalab.lab.progress import Progress
+from rdmalab.lab.supervisor import CONTROL
+from rdmalab.lab.sysroot import Sysroot
+
+MODES = ("fast", "full")
+DEFAULT_NAME = "default"
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+_REQUEST_SECONDS = 60.0
+CAPTURE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """What is asked of ``up``. ``memory_mib`` of each node; ``ssh_port`` of the first node,
+    the others follow, 0 for any free one."""
+
+    name: str = DEFAULT_NAME
+    topology: str = "pair"
+    kernel: str = "stock"
+    mode: str = "fast"
+    accel: str = "auto"
+    vcpus: int = 1
+    memory_mib: int = 1024
+    ssh_port: int = 0
+    instructions: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{self.name!r} cannot name a lab", todo="use lower-case letters, digits and -"
+            )
+        if self.mode not in MODES:
+            raise UsageError(
+                f"no mode is called {self.mode!r}", todo=f"choose one of {', '.join(MODES)}"
+            )
+        if not 1 <= self.vcpus <= 64:
+            raise UsageError(f"{self.vcpus} vCPUs", todo="give 1 to 64")
+        if not 256 <= self.memory_mib <= 1 << 20:
+            raise UsageError(f"{self.memory_mib} MiB of memory", todo="give 256 or more")
+        if self.ssh_port and not 1 <= self.ssh_port <= 65000:
+            raise UsageError(f"port {self.ssh_port}", todo="give 1 to 65000")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A QMP event of a node's QEMU, or QEMU_EXIT {"status", "asked"} of ours. ``time`` in
+    seconds since the epoch; ``seq`` counts from 1 on."""
+
+    seq: int
+    time: float
+    node: str
+    name: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    state: str
+    ssh_port: int
+    pid: int
+    started: float
+
+
+class _Control:
+    """The client's end of a supervisor's control socket. One request a connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX)
+        client.settimeout(_REQUEST_SECONDS)
+        # By way of a descriptor of the folder: its path may be longer than an address.
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            client.connect(f"/proc/self/fd/{folder}/{CONTROL}")
+        except BaseException:
+            client.close()
+            raise
+        finally:
+            os.close(folder)
+        return client
+
+    def request(self, method: str, **params: Any) -> Any:
+        """Raises NodeLost where no supervisor answers, CommandFailed with its refusal."""
+        name = self._folder.name
+        try:
+            with self._connect() as client, client.makefile("rwb") as stream:
+                line = json.dumps({"method": method, "params": params})
+                stream.write(line.encode() + b"\n")
+                stream.flush()
+                answer = json.loads(stream.readline() or b"null")
+        except (OSError, ValueError) as error:
+            raise NodeLost(
+                f"the supervisor of lab {name} does not answer",
+                seen=str(error),
+                todo=f"rdmalab down --name {name}, then up again",
+            ) from error
+        if answer is None:
+            raise NodeLost(f"the supervisor of lab {name} ended in the middle of {method}")
+        if "error" in answer:
+            raise CommandFailed(f"lab {name} refused {method}", seen=answer["error"])
+        return answer["result"]
+
+
+def _alive(folder: Path) -> bool:
+    """Whether a supervisor holds ``folder`` (it holds a lock there as long as it lives)."""
+    try:
+        with (folder / "lock").open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+    except OSError:
+        return False
+    return False
+
+
+class Lab:
+    """A lab that is up. ``up`` boots one, ``attach`` finds one."""
+
+    def __init__(self, paths: Paths, plan: Plan, folder: Path, shape: topology.Topology) -> None:
+        self.name = plan.lab
+        self.plan = plan
+        self.folder = folder
+        self.topology = shape
+        self.tier = plan.tier
+        self.kernel = plan.release
+        self.accelerator = plan.accelerator
+        self.vcpus = plan.vcpus
+        self.mode = plan.mode
+        self._paths = paths
+        self._control = _Control(folder)
+        self._leash: IO[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self.deadlines = Deadlines(1.0)
+        self.boot_seconds = 0.0
+        self.nodes: dict[str, Node] = {}
+        self._native: list[Path] = []
+        self._began = 0.0
+
+    # -- finding and making --------------------------------------------------------------
+
+    @classmethod
+    def up(cls, spec: LabSpec, progress: Progress | None = None, paths: Paths | None = None) -> Lab:
+        """Build what is missing, boot the nodes, wait for ssh on all of them.
+
+        The lab goes down with this process until ``keep`` is called. Raises UsageError,
+        HostError, NodeLost, DeadlineExceeded; then nothing is left running.
+        """
+        paths = paths or Paths.find()
+        progress = progress or Progress()
+        shape = topology.read(paths.vm / "topologies", spec.topology)
+        folder = paths.labs / spec.name
+        if _alive(folder):
+            raise UsageError(
+                f"lab {spec.name} is up already",
+                todo=f"rdmalab down --name {spec.name}, or give --name another",
+            )
+        sysroot = Sysroot(paths)
+        sysroot.ensure(progress)
+        chosen = kernel.ensure(sysroot, spec.kernel, progress)
+        accelerator = accel.choose(spec.accel, sysroot.qemu(), sysroot.qemu_env())
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        plan = _prepare(spec, shape, sysroot, chosen, accelerator, folder, progress)
+        plan.write(folder / "plan.json")
+        shared = native.ensure(sysroot, progress)
+        lab = cls(paths, plan, folder, shape)
+        title = f"boot {len(shape.nodes)} nodes ({spec.kernel}, {spec.mode}, {accelerator.name})"
+        try:
+            with progress.step(title):
+                lab._start()
+                lab._reach(shared)
+                lab._await_ssh()
+        except BaseException:
+            lab.down()
+            raise
+        lab._write_files()
+        return lab
+
+    @classmethod
+    def attach(cls, name: str = DEFAULT_NAME, paths: Paths | None = None) -> Lab:
+        """The lab ``name``. Raises UsageError where it is not up."""
+        paths = paths or Paths.find()
+        folder = paths.labs / name
+        if not _alive(folder) or not (folder / "state.json").exists():
+            up = names(paths)
+            raise UsageError(
+                f"lab {name} is not up",
+                seen=f"up: {', '.join(up) or 'none'}",
+                todo=f"rdmalab up --name {name}",
+            )
+        plan = Plan.read(folder / "plan.json")
+        shape = topology.read(paths.vm / "topologies", plan.topology)
+        lab = cls(paths, plan, folder, shape)
+        state = json.loads((folder / "state.json").read_text())
+        lab.boot_seconds = state["boot_seconds"]
+        lab.deadlines = Deadlines(state["slow_factor"])
+        lab._reach([Path(p) for p in state["native"]])
+        return lab
+
+    # -- what a lab can do -----------------------------------------------------------------
+
+    @property
+    def slow_factor(self) -> float:
+        return self.deadlines.factor
+
+    def status(self) -> dict[str, NodeStatus]:
+        """Each node's state: running, panicked, paused, off (it powered itself off), lost
+        (its QEMU died) or down."""
+        nodes = self._control.request("status")["nodes"]
+        return {name: NodeStatus(**status) for name, status in nodes.items()}
+
+    def events(self, since: int = 0) -> list[Event]:
+        return [Event(**event) for event in self._control.request("events", since=since)]
+
+    def nmi(self, node: str) -> None:
+        """A non-maskable interrupt to all CPUs of the guest."""
+        self._control.request("nmi", node=node)
+
+    def set_link(self, node: str, link: str, up: bool) -> None:
+        """Carrier of one end of a link."""
+        self._control.request("set_link", node=node, link=link, up=up)
+
+    def kill(self, node: str, signal: int) -> None:
+        """Send a signal to the node's QEMU."""
+        self._control.request("kill", node=node, signal=signal)
+
+    def capture_start(
+        self, node: str, link: str, path: Path, max_bytes: int = CAPTURE_BYTES
+    ) -> str:
+        """Capture the packets of one end of a link into a pcap file, outside the guest."""
+        params = {"path": str(path.absolute()), "max_bytes": max_bytes}
+        name: str = self._control.request("capture_start", node=node, link=link, **params)
+        return name
+
+    def capture_stop(self, capture: str) -> None:
+        self._control.request("capture_stop", capture=capture)
+
+    def restart(self, node: str) -> None:
+        """End the node's QEMU if it runs and boot it anew; back when ssh answers."""
+        self.nodes[node].drop()
+        self._control.request("restart", node=node)
+        self._reach_one(node)
+        self.nodes[node].wait_ready(Layers().boot)
+
+    def keep(self) -> None:
+        """Let the lab outlive this process."""
+        if self._leash is not None:
+            with contextlib.suppress(OSError):
+                self._leash.write(b"keep\n")
+                self._leash.flush()
+                self._leash.close()
+            self._leash = None
+
+    def down(self) -> None:
+        """End all nodes and what holds them; the folder with the consoles goes too, unless a
+        node was lost. Never raises for what is gone already."""
+        for node in self.nodes.values():
+            node.drop()
+        with contextlib.suppress(RdmalabError):
+            self._control.request("down")
+        if self._leash is not None:
+            with contextlib.suppress(OSError):
+                self._leash.close()
+            self._leash = None
+        until = time.monotonic() + _REQUEST_SECONDS
+        while _alive(self.folder) and time.monotonic() < until:
+            time.sleep(0.05)
+        if self._supervisor is not None:
+            self._supervisor.kill()
+            self._supervisor.wait()
+            self._supervisor = None
+        for path in self.folder.glob("*.qcow2"):
+            path.unlink()
+        for path in (*self.folder.glob("initrd-*"), self.folder / "state.json"):
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    # -- parts of up -------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        # The lock is the supervisor's for as long as it lives: the descriptor is inherited.
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (self.folder / "supervisor.log").open("w") as log:
+                self._supervisor = subprocess.Popen(
+                    [*python(), "rdmalab.lab.supervisor", str(self.folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lock)
+        self._leash = self._supervisor.stdin
+        started = self.folder / "started"
+        while not started.exists() or not (text := started.read_text()):
+            if self._supervisor.poll() is not None and not started.exists():
+                log_text = (self.folder / "supervisor.log").read_text()
+                raise NodeLost(f"the supervisor of lab {self.name} ended", seen=last_line(log_text))
+            if time.monotonic() - self._began > _REQUEST_SECONDS:
+                raise DeadlineExceeded(f"QEMU did not start within {_REQUEST_SECONDS:.0f} s")
+            time.sleep(0.02)
+        if text.startswith("failed "):
+            seen = text.removeprefix("failed ").strip()
+            if "is taken" in seen:
+                raise UsageError(
+                    f"lab {self.name} could not start", seen=seen,
+                    todo="give --ssh-port another, or none",
+                )  # fmt: skip
+            if "No space left" in seen or "Cannot allocate memory" in seen:
+                raise HostError(f"lab {self.name} could not start", seen=seen)
+            raise NodeLost(f"lab {self.name} could not start", seen=seen)
+
+    def _reach_one(self, name: str) -> None:
+        port = self.status()[name].ssh_port
+        planned = next(node for node in self.plan.nodes if node.name == name)
+        endpoint = Endpoint(
+            host="127.0.0.1",
+            port=port,
+            user="root",
+            key=self.folder / "id_ed25519",
+            known_hosts=self.folder / "known_hosts",
+            host_key_alias=name,
+        )
+        ends = {link.link: LinkEnd(**asdict(link)) for link in planned.links}
+        self.nodes[name] = Node(name, endpoint, ends, deadlines=self.deadlines, native=self._native)
+
+    def _reach(self, shared: list[Path]) -> None:
+        self._native = shared
+        for node in self.plan.nodes:
+            self._reach_one(node.name)
+
+    def _await_ssh(self) -> None:
+        boot = Layers().boot * (3 if self.mode == "full" else 1)
+        for node in self.nodes.values():
+            try:
+                node.wait_ready(boot)
+            except RdmalabError as error:
+                state = self.status()[node.name].state
+                console = self.folder / f"console-{node.name}.log"
+                tail = last_line(console.read_text(errors="replace")) if console.exists() else ""
+                if state == "panicked":
+                    raise CommandFailed(
+                        "the guest panicked while booting", node=node.name, seen=tail,
+                        todo=f"read {console}",
+                    ) from error  # fmt: skip
+                if state in ("lost", "off"):
+                    raise NodeLost(
+                        "its QEMU ended while booting", node=node.name, seen=tail,
+                    ) from error  # fmt: skip
+                raise DeadlineExceeded(
+                    "no answer over ssh after boot", node=node.name, seen=f"{error}; {tail}",
+                    todo=f"read {console}",
+                ) from error  # fmt: skip
+        self.boot_seconds = time.monotonic() - self._began
+        if self.mode == "fast":
+            self.deadlines.factor = slow_factor(self.boot_seconds)
+
+    def _write_files(self) -> None:
+        state = {
+            "boot_seconds": self.boot_seconds,
+            "slow_factor": self.slow_factor,
+            "native": [str(path) for path in self._native],
+        }
+        (self.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+
+
+def names(paths: Paths) -> list[str]:
+    """The labs that are up."""
+    if not paths.labs.is_dir():
+        return []
+    return sorted(folder.name for folder in paths.labs.iterdir() if _alive(folder))
+
+
+def take_down(paths: Paths, name: str) -> bool:
+    """End lab ``name`` whatever its state; False where it was not up. What was left by one
+    that was killed is removed too."""
+    folder = paths.labs / name
+    was_up = _alive(folder)
+    if was_up:
+        plan = Plan.read(folder / "plan.json")
+        shape = topology.Topology(plan.topology, "", tuple(n.name for n in plan.nodes), ())
+        Lab(paths, plan, folder, shape).down()
+    shutil.rmtree(folder, ignore_errors=True)
+    return was_up
+
+
+def _keygen(path: Path, comment: str) -> str:
+    done = subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)],
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        raise HostError("ssh-keygen failed", seen=last_line(done.stderr))
+    return path.with_suffix(".pub").read_text()
+
+
+def _built_modules(paths: Paths, release: str) -> dict[str, Path]:
+    """Our own modules for ``release``, where `make modules` has built them."""
+    return {path.name: path for path in sorted((paths.modules / release).glob("*.ko"))}
+
+
+def _nics(shape: topology.Topology, node: str) -> Iterator[initramfs.Nic]:
+    name = qemu.MANAGEMENT_NETDEV
+    yield initramfs.Nic(qemu.mac(node, name), name, 1500, (qemu.MANAGEMENT_ADDRESS,))
+    for link in shape.links_of(node):
+        yield initramfs.Nic(
+            qemu.mac(node, link.name), link.name, link.mtu, qemu.addresses(shape, link, node)
+        )
+
+
+def _prepare(
+    spec: LabSpec,
+    shape: topology.Topology,
+    sysroot: Sysroot,
+    chosen: kernel.Kernel,
+    accelerator: accel.Accelerator,
+    folder: Path,
+    progress: Progress,
+) -> Plan:
+    """Keys, images, initial RAM file systems and command lines of all nodes."""
+    paths = sysroot.paths
+    client_key = _keygen(folder / "id_ed25519", f"rdmalab lab {spec.name}")
+    known = []
+    root = image.root_image(sysroot, progress)
+    modules = image.modules_image(sysroot, chosen, progress)
+    shared = folder / "initrd-shared"
+    shared.write_bytes(initramfs.base(sysroot, chosen, paths.vm / "guest"))
+    built = _built_modules(paths, chosen.release)
+    counter = plugin.ensure(sysroot, progress) if spec.instructions else None
+    planned = []
+    for index, name in enumerate(shape.nodes):
+        public = _keygen(folder / f"host-key-{name}", name)
+        known.append(f"{name} {' '.join(public.split()[:2])}\n")
+        identity = initramfs.Identity(
+            hostname=name,
+            host_key=(folder / f"host-key-{name}").read_text(),
+            authorized_keys=client_key,
+            nics=tuple(_nics(shape, name)),
+            modules=built,
+        )
+        initrd = folder / f"initrd-{name}"
+        initramfs.write(shared, identity, initrd)
+        extra = "nokaslr" if spec.instructions else ""
+        guest = qemu.Guest(
+            name=name,
+            vcpus=spec.vcpus,
+            memory_mib=spec.memory_mib,
+            boot=qemu.fast_boot(chosen.vmlinux, initrd, root, modules, extra),
+            links=tuple(shape.links_of(name)),
+            plugin=counter,
+        )
+        argv = qemu.command(sysroot.qemu(), guest, accelerator)
+        ends = []
+        for link in guest.links:
+            peer = link.nodes[1] if link.nodes[0] == name else link.nodes[0]
+            ipv4, ipv6 = qemu.addresses(shape, link, name)
+            ends.append(
+                PlannedLink(
+                    link.name,
+                    link.kind,
+                    link.name,
+                    qemu.mac(name, link.name),
+                    ipv4,
+                    ipv6,
+                    link.mtu,
+                    peer,
+                )
+            )
+        port = spec.ssh_port + index if spec.ssh_port else 0
+        planned.append(PlannedNode(name, tuple(argv), port, tuple(ends)))
+    (folder / "known_hosts").write_text("".join(known))
+    env = {"QEMU_MODULE_DIR": sysroot.qemu_env()["QEMU_MODULE_DIR"]}
+    return Plan(
+        lab=spec.name,
+        topology=spec.topology,
+        tier=spec.kernel,
+        release=chosen.release,
+        mode=spec.mode,
+        accelerator=accelerator.name,
+        accelerator_reason=accelerator.reason,
+        vcpus=spec.vcpus,
+        memory_mib=spec.memory_mib,
+        instructions=spec.instructions,
+        env=env,
+        nodes=tuple(planned),
+    )
