@@ -31,6 +31,7 @@ from rdmalab.rdma.endpoint import (
 )
 from rdmalab.rdma.exchange import VERSION
 from rdmalab.rdma.gid import GidRule
+from rdmalab.rdma.model import gid_text
 from rdmalab.rdma.sysfs import DeviceFiles
 
 T = TypeVar("T")
@@ -338,7 +339,7 @@ def _unpack(data: bytes) -> EndpointAddress:
         raise RdmalabError("rdma_cm: the peer's description is damaged", seen=data[:56].hex(" "))
     return EndpointAddress(
         service=_SERVICES[service],
-        gid=ipaddress.IPv6Address(gid).exploded,
+        gid=gid_text(gid),
         mtu=mtus[mtu],
         buffer=buffer,
         length=length,

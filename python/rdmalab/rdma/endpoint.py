@@ -8,7 +8,6 @@ what pyverbs would fill in by itself is not used.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import select
@@ -23,7 +22,7 @@ from rdmalab.errors import DeadlineExceeded, RdmalabError, UsageError
 from rdmalab.rdma import gid as gids
 from rdmalab.rdma import native
 from rdmalab.rdma.exchange import ExchangeError
-from rdmalab.rdma.model import Gid, IpAddress, gid_address
+from rdmalab.rdma.model import Gid, IpAddress, gid_address, gid_text
 from rdmalab.rdma.profile import MTUS, Profile
 from rdmalab.rdma.sysfs import DeviceFiles, device_names
 
@@ -381,7 +380,7 @@ class Endpoint:
         from pyverbs.addr import GID, AHAttr, GlobalRoute
 
         route = GlobalRoute(
-            dgid=GID(gid_address_text(gid)),
+            dgid=GID(gid_text(gid)),
             sgid_index=self.gid.index,
             flow_label=self.profile.flow_label,
             hop_limit=self.profile.hop_limit,
@@ -411,7 +410,6 @@ class Endpoint:
         ``VerbsError`` naming the first bad status, ``DeadlineExceeded`` after ``seconds``.
         """
         import pyverbs.enums as e
-        from pyverbs.cq import wc_status_to_str
 
         deadline = time.monotonic() + seconds
         channel, descriptor = self._channels.get(id(cq), (None, -1))
@@ -423,7 +421,7 @@ class Endpoint:
                 if completion.status != e.IBV_WC_SUCCESS:
                     raise VerbsError(
                         f"a work request on {self.device} failed",
-                        seen=f"QP {completion.qp_num}: {wc_status_to_str(completion.status)}",
+                        seen=f"QP {completion.qp_num}: {_status_name(completion.status)}",
                     )
             done += found
             if len(done) == count:
@@ -522,9 +520,12 @@ class Endpoint:
             raise VerbsError(f"{self.device} refuses {what}", seen=str(error)) from error
 
 
-def gid_address_text(gid: str) -> str:
-    """A GID in the eight groups that pyverbs parses, from any spelling of it."""
-    return ipaddress.IPv6Address(gid).exploded
+def _status_name(status: int) -> str:
+    import pyverbs.enums as e
+
+    # Opcodes are named IBV_WC_ as well, but only statuses end so.
+    names = (name for name in dir(e) if name.startswith("IBV_WC_") and name.endswith("_ERR"))
+    return next((name for name in names if getattr(e, name) == status), f"status {status}")
 
 
 def with_new_fd(make: Callable[[], T], target: str) -> tuple[T, int]:
@@ -541,8 +542,8 @@ def with_new_fd(make: Callable[[], T], target: str) -> tuple[T, int]:
 
 def _open_files() -> dict[int, str]:
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for path in list(Path("/proc/self/fd").iterdir()):
         # The one that listed the folder is closed by now.
         with contextlib.suppress(OSError):
-            found[int(name)] = str(Path(f"/proc/self/fd/{name}").readlink())
+            found[int(path.name)] = str(path.readlink())
     return found

@@ -29,11 +29,14 @@ def gid_address(gid: str) -> IpAddress:
     return address.ipv4_mapped or address
 
 
-def address_gid(address: IpAddress) -> str:
-    """The GID of an address, in the kernel's own spelling: eight groups of four digits."""
-    if isinstance(address, ipaddress.IPv4Address):
-        address = ipaddress.IPv6Address(f"::ffff:{address}")
-    return address.exploded
+def gid_text(gid: str | bytes) -> str:
+    """A GID, in any spelling or as 16 bytes, in the kernel's spelling: eight groups of four
+    digits. (``IPv6Address.exploded`` writes IPv4-mapped ones with dots since Python 3.13.)
+
+    Raises ``ValueError`` for what is no GID.
+    """
+    digits = ipaddress.IPv6Address(gid).packed.hex()
+    return ":".join(digits[at : at + 4] for at in range(0, 32, 4))
 
 
 @dataclass(frozen=True)
