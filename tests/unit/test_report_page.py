@@ -132,17 +132,18 @@ def test_a_phone_gets_its_own_layout(sweep: str) -> None:
 
 
 def test_a_whole_sweep_stays_under_a_megabyte() -> None:
+    probed = report_data.measurement(histograms=report_data.probes(1))
     runs = [
-        report_data.measurement(
-            transport=transport, op=op, mode=mode, size=2**power, seed=number,
-            histograms=report_data.probes(power),
+        replace(
+            probed,
+            point=replace(probed.point, transport=transport, op=op, mode=mode, size=2**power),
         )
-        for number in range(2)
-        for op in ("send", "write")
+        for _ in range(3)
+        for op in ("send", "write", "read")
         for mode in ("event", "poll")
-        for power in range(1, 24, 2)
+        for power in range(1, 24)
         for transport in ("rxe", "tcp")
-    ]  # fmt: skip
+    ]
     assert len(page_of(runs).encode()) < 1_000_000
 
 
@@ -204,6 +205,19 @@ def test_a_refused_measurement_is_in_no_chart_and_no_figure() -> None:
     text = page_of([secret])
     assert '<svg class="chart' not in text
     assert "123456" not in text
+
+
+def test_a_curve_is_broken_where_a_size_was_refused() -> None:
+    def bandwidths(verdict: str) -> str:
+        runs = [
+            report_data.measurement(kind="bandwidth", mib_s=10.0, size=2**power)
+            for power in range(1, 8)
+        ]
+        runs[3] = replace(runs[3], proof=replace(runs[3].proof, verdict=verdict))
+        return page_of(runs)
+
+    assert bandwidths("proven").count('<path class="c0 line"') == 2  # wide and narrow
+    assert bandwidths("refused").count('<path class="c0 line"') == 4
 
 
 def test_figures_and_ranges_of_rounds_are_in_the_table() -> None:

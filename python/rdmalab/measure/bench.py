@@ -262,9 +262,7 @@ class Pair:
                 "the driver printed what is no answer", node=node, seen=line[:120]
             ) from None
         if not isinstance(message, dict):
-            raise RdmalabError(
-                "the driver printed what is no answer", node=node, seen=line[:120]
-            )
+            raise RdmalabError("the driver printed what is no answer", node=node, seen=line[:120])
         return message
 
     def _collect(self, point: Point, seconds: float) -> _Round:

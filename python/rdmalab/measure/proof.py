@@ -107,9 +107,7 @@ def work_of(point: Point, mtu: int, sent: int, answered: int) -> Work:
     each = packets(point.size, mtu)
     if point.op == "read":
         # A request is one packet; its answer carries the bytes the other way.
-        return Work(
-            (sent + answered * each, sent * each + answered), (carried[1], carried[0])
-        )
+        return Work((sent + answered * each, sent * each + answered), (carried[1], carried[0]))
     if point.op in ("fetch_add", "cmp_swap"):
         return Work((sent + answered, sent + answered), carried)
     return Work((sent * each, answered * each), carried)
@@ -142,8 +140,7 @@ def judge(
     if reasons:
         return Proof(kind.name, posted, ends, "refused", reasons[0])
     covered = "; ".join(
-        f"{end.node} {_coverage(end, *view.packets)}"
-        for end, view in zip(ends, views, strict=True)
+        f"{end.node} {_coverage(end, *view.packets)}" for end, view in zip(ends, views, strict=True)
     )
     return Proof(kind.name, posted, ends, "proven", f"of the packets posted: {covered}")
 

@@ -204,7 +204,5 @@ def select(names: Iterable[str]) -> tuple[Probe, ...]:
     wanted = set(names)
     unknown = sorted(wanted - PROBES.keys())
     if unknown:
-        raise UsageError(
-            f"no probe named {unknown[0]}", todo=f"there are: {', '.join(PROBES)}"
-        )
+        raise UsageError(f"no probe named {unknown[0]}", todo=f"there are: {', '.join(PROBES)}")
     return tuple(p for p in PROBES.values() if not wanted or p.name in wanted)

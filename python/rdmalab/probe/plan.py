@@ -274,9 +274,7 @@ class _Builder:
         texts += self.extra
         texts += [(here / source).read_text() for source in self.sources]
         texts += programs
-        return Plan(
-            "\n".join(texts), tuple(self.slots), tuple(self.attaches), tuple(self.missing)
-        )
+        return Plan("\n".join(texts), tuple(self.slots), tuple(self.attaches), tuple(self.missing))
 
 
 def make(probes: Sequence[Probe], facts: Facts, *, by_name: bool = False) -> Plan:

@@ -30,7 +30,7 @@ class PollFunction:
 
     @property
     def library(self) -> str:
-        """"librxe" of librxe-rdmav34.so."""
+        """ "librxe" of librxe-rdmav34.so."""
         return Path(self.path).name.split("-")[0].split(".")[0]
 
 

@@ -38,8 +38,11 @@ def _serve(line: str) -> None:
     try:
         request = _parse(line)
         number = request.number
-        print(f"{request.role}: {request.tool} {driver.describe(request.point)}", file=sys.stderr,
-              flush=True)
+        print(
+            f"{request.role}: {request.tool} {driver.describe(request.point)}",
+            file=sys.stderr,
+            flush=True,
+        )
         answer = asdict(driver.run(request))
     except RdmalabError as error:
         _say(

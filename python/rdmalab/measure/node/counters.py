@@ -84,8 +84,11 @@ def device_counters(device: str, port: int, root: Path = Path("/")) -> dict[str,
     (the InfiniBand architecture's), ``None`` for one that cannot be read."""
     folder = root / "sys/class/infiniband" / device
     found: dict[str, int | None] = {}
-    for place in (folder / f"ports/{port}/counters", folder / "hw_counters",
-                  folder / f"ports/{port}/hw_counters"):
+    for place in (
+        folder / f"ports/{port}/counters",
+        folder / "hw_counters",
+        folder / f"ports/{port}/hw_counters",
+    ):
         if place.is_dir():
             found.update({path.name: _number(path) for path in sorted(place.iterdir())})
     found.pop("lifespan", None)  # the age of a cached reading, not a counter

@@ -165,8 +165,13 @@ def _run_verbs(request: Request, connection: Connection) -> Answer:
         loop.check()
         connection.step("checked")
         return Answer(
-            request.number, request.role, endpoint.path_mtu, seconds, deltas.to_json(),
-            asdict(outcome), "",
+            request.number,
+            request.role,
+            endpoint.path_mtu,
+            seconds,
+            deltas.to_json(),
+            asdict(outcome),
+            "",
         )
 
 
@@ -195,9 +200,7 @@ def _run_perftest(request: Request, connection: Connection) -> Answer:
     from rdmalab.rdma.sysfs import DeviceFiles
 
     profile = _profile(request, loops.layout(request.point))
-    rule = gids.GidRule(
-        profile.gid_type, profile.gid_family, ipaddress.ip_address(request.address)
-    )
+    rule = gids.GidRule(profile.gid_type, profile.gid_family, ipaddress.ip_address(request.address))
     table = DeviceFiles(request.device).gids(profile.port)
     gid = gids.resolve(table, rule, where=f"{request.device} port {profile.port}")
     active = _active_mtu(request.device, profile.port)

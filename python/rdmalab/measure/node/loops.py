@@ -256,8 +256,16 @@ class VerbsLoop:
         slots = layout(point)
         self._qps = (_LoopQp * len(qps))(
             *(
-                _LoopQp(q.qp, q.handle, q.remote_qpn, q.remote_qkey, q.remote_addr, q.rkey,
-                        q.lkey, q.base)
+                _LoopQp(
+                    q.qp,
+                    q.handle,
+                    q.remote_qpn,
+                    q.remote_qkey,
+                    q.remote_addr,
+                    q.rkey,
+                    q.lkey,
+                    q.base,
+                )
                 for q in qps
             )
         )

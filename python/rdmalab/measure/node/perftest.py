@@ -134,9 +134,7 @@ class Run:
             if peer_gone():
                 raise RdmalabError(f"{self._argv[0]} was ended", seen="the other end is gone")
             if time.monotonic() > until:
-                raise RdmalabError(
-                    f"{self._argv[0]} did not end", seen=f"deadline {seconds:g} s"
-                )
+                raise RdmalabError(f"{self._argv[0]} did not end", seen=f"deadline {seconds:g} s")
         if self._process.returncode != 0:
             raise RdmalabError(
                 f"{' '.join(self._argv)} failed",

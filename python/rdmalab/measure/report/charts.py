@@ -116,17 +116,19 @@ def against_size(facet: Facet, palette: Mapping[str, int]) -> Figure | None:
         x = size_scale(sizes, most_ticks=most_ticks)
         chart = Chart(box, x, y, "message size", unit, f"{facet.title}, {title}", description)
         for label in facet.labels:
-            _draw_sizes(chart, [cell for cell in cells if cell.label == label], palette)
+            _draw_sizes(chart, [cell for cell in facet.cells if cell.label == label], palette)
         if few:
             return chart.render()
         return chart.render("wide" if box is WIDE else "narrow")
 
-    note = "Line: p50. Shade: up to p99." if latency else ""
+    note = "p50" if latency else ""
+    if any(tops):
+        note += ", shaded up to p99"
     return Figure(
         title,
         draw(NARROW, 5) if few else draw(WIDE, 12) + draw(NARROW, 5),
         _legend(cells, palette),
-        " ".join(filter(None, (note, _rounds_note(cells)))),
+        "; ".join(filter(None, (note, _rounds_note(cells)))),
         wide=not few,
     )
 
@@ -185,24 +187,31 @@ def _shown_ranks(count: int) -> list[int]:
 
 
 def _draw_sizes(chart: Chart, cells: Sequence[Cell], palette: Mapping[str, int]) -> None:
-    if not cells:
-        return
-    colour = _colour(cells[0], palette)
-    own = cells[0].tool == OWN_TOOL
+    """One label's cells, by size. A line is broken where a size has no figure: to draw on
+    would show a value that was refused."""
     unit = chart.y_name
-    points, upper = [], []
+    for run in _unbroken(cells):
+        colour = _colour(run[0], palette)
+        own = run[0].tool == OWN_TOOL
+        points = [(chart.x.at(cell.point.size), chart.y.at(_headline(cell) or 0.0)) for cell in run]
+        tops = [_over(cell, _p99) for cell in run]
+        if own and None not in tops:
+            upper = [(x, chart.y.at(top or 0.0)) for (x, _), top in zip(points, tops, strict=True)]
+            chart.area(upper, points, f"{colour} shade")
+        chart.line(points, f"{colour} line" if own else f"{colour} line thin")
+        for cell, point in zip(run, points, strict=True):
+            says = f"{cell.label}, {byte_size(cell.point.size)}: {number(_headline(cell))} {unit}"
+            chart.dot(point, f"{colour} mark" if own else f"{colour} hollow", says)
+
+
+def _unbroken(cells: Sequence[Cell]) -> list[list[Cell]]:
+    runs: list[list[Cell]] = [[]]
     for cell in cells:
-        x = chart.x.at(cell.point.size)
-        points.append((x, chart.y.at(_headline(cell) or 0.0)))
-        top = _over(cell, _p99)
-        if own and top is not None:
-            upper.append((x, chart.y.at(top)))
-    if len(upper) == len(points):
-        chart.area(upper, points, f"{colour} shade")
-    chart.line(points, f"{colour} line" if own else f"{colour} line thin")
-    for cell, point in zip(cells, points, strict=True):
-        says = f"{cell.label}, {byte_size(cell.point.size)}: {number(_headline(cell))} {unit}"
-        chart.dot(point, f"{colour} mark" if own else f"{colour} hollow", says)
+        if _headline(cell) is None:
+            runs.append([])
+        else:
+            runs[-1].append(cell)
+    return [run for run in runs if run]
 
 
 def _histogram(nodes: Sequence[Histogram]) -> Figure:
@@ -308,7 +317,7 @@ def _legend(cells: Sequence[Cell], palette: Mapping[str, int]) -> tuple[Legend, 
 
 def _rounds_note(cells: Sequence[Cell]) -> str:
     rounds = max(len(cell.rounds) for cell in cells)
-    return f"{counted(rounds, 'round')}." if rounds > 1 else ""
+    return counted(rounds, "round") if rounds > 1 else ""
 
 
 def _colour(cell: Cell, palette: Mapping[str, int]) -> str:

@@ -64,11 +64,12 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Panel:
-    """A facet as the page shows it."""
+    """A facet as the page shows it; ``samples`` says whether lines count latencies."""
 
     title: str
     unit: str
     rounds: int
+    samples: bool
     lines: tuple[_Line, ...]
     against_size: charts.Figure | None
     figures: tuple[charts.Figure, ...]
@@ -84,7 +85,7 @@ class _Ratio:
     figure: str
     value: str
     span: str
-    rounds: str
+    rounds: int
     alternating: bool
     colour: int
     low: float
@@ -173,7 +174,7 @@ def render(
     palette = charts.colours(list(dict.fromkeys(cell.point.transport for cell in cells)))
     groups, axis = _ratio_groups(facets, palette)
     probe_cells, probes_left_out = _probe_cells(cells)
-    evidence = [_evidence(one) for one in measurements]
+    refused = [_evidence(one) for one in measurements if not is_proven(one)]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rdmalab.measure.report"),
         autoescape=True,
@@ -198,8 +199,11 @@ def render(
         probe_cells=probe_cells,
         probes_left_out=probes_left_out,
         missing_probes=_missing_probes(measurements),
-        evidence=evidence,
-        refused=[one for one in evidence if not one.proven],
+        measured=len(measurements),
+        refused=refused,
+        # A refusal is shown for each round that it befell; of a point that was proven every
+        # time, the round with the least coverage stands for all.
+        proven=[_evidence(worst_proof(cell)) for cell in cells if all(map(is_proven, cell.rounds))],
         manifest=_flat(manifest),
         manifest_json=json.dumps(manifest, indent=2, ensure_ascii=False, default=str),
     )
@@ -235,6 +239,7 @@ def _panel(facet: Facet, palette: Mapping[str, int]) -> _Panel:
         title=facet.title,
         unit="µs" if latency else "MiB/s",
         rounds=max(len(cell.rounds) for cell in facet.cells),
+        samples=latency,
         lines=tuple(_line(cell, palette) for cell in facet.cells),
         against_size=against if wide else None,
         figures=tuple(figure for figure in figures if figure),
@@ -302,7 +307,7 @@ def _ratio(one: Comparison, axis: Scale, palette: Mapping[str, int]) -> _Ratio:
         figure=one.figure,
         value=text.number(over.median),
         span=f"{text.number(over.low)}..{text.number(over.high)}" if over.rounds > 1 else "",
-        rounds=text.counted(over.rounds, "round"),
+        rounds=over.rounds,
         alternating=one.alternating,
         colour=palette[one.subject.point.transport],
         low=100 * axis.at(over.low),

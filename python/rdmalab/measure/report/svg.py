@@ -45,7 +45,7 @@ NARROW = Box(360, 250)
 #: As wide as NARROW, for bars.
 LOW = Box(360, 190)
 #: For the width of the page's main column.
-WIDE = Box(800, 320, left=52)
+WIDE = Box(800, 320, left=52, bottom=38)
 
 
 @dataclass
