@@ -47,20 +47,15 @@ def _hardware(sent: str, received: str) -> Callable[[Snapshot], Pair]:
     return lambda deltas: (deltas.rdma.get(sent), deltas.rdma.get(received))
 
 
-def _tcp(deltas: Snapshot) -> Pair:
-    if deltas.tcp_sent is None or deltas.tcp_received is None:
-        return None, None
-    # What the exchange's own connection sent is no work of the measurement.
-    return (
-        deltas.tcp_sent - deltas.control_sent,
-        deltas.tcp_received - deltas.control_received,
-    )
-
-
 #: By ``Point.transport``. A driver that is not here cannot be proven, so it has no numbers.
 KINDS: Mapping[str, Kind] = {
     "rxe": Kind("rxe", "sent_pkts and rcvd_pkts", _hardware("sent_pkts", "rcvd_pkts"), True),
-    "tcp": Kind("tcp", "OutSegs and InSegs", _tcp, True),
+    "tcp": Kind(
+        "tcp",
+        "segs_out and segs_in",
+        lambda deltas: (deltas.tcp_sent, deltas.tcp_received),
+        True,
+    ),
 }
 
 
