@@ -40,7 +40,7 @@ def _serve(driver: Driver, line: str) -> None:
         request = _parse(line)
         number = request.number
         print(
-            f"{request.role}: {request.tool} {driver.describe(request.point)}",
+            f"{request.role}: {request.tool} {describe(request.point)}",
             file=sys.stderr,
             flush=True,
         )
