@@ -27,6 +27,7 @@ DRIVER = "rdmalab.measure.node"
 BASE_PORT = 18600
 IDLE_S = 20.0
 START_S = 120.0  # for Python to start and ship under emulation
+_ENDING_S = 5.0
 _SLOWEST = 1 << 20  # bytes per second below which a measurement is given up
 
 #: Half a round trip is what perftest and everybody else quote for these.
@@ -241,7 +242,7 @@ class Pair:
             self._processes[role].stdin.write(line + "\n")
             self._processes[role].stdin.flush()
         except OSError as error:
-            raise self._ended(role, f"its stdin: {error.strerror}") from error
+            raise self._ended(role, "a wait for work") from error
 
     def _read(self, role: str, until: float, what: str) -> dict[str, Any]:
         """The next line of one end; TimeoutError when there is none yet."""
@@ -314,7 +315,10 @@ class Pair:
 
     def _ended(self, role: str, what: str) -> RdmalabError:
         process = self._processes[role]
-        status = process.poll()
+        # Its pipes close a moment before it can be waited for.
+        until = time.monotonic() + _ENDING_S
+        while (status := process.poll()) is None and time.monotonic() < until:
+            time.sleep(0.05)
         said = process.stderr().strip().splitlines()
         return RdmalabError(
             f"the measuring process ended during {what}",
@@ -405,7 +409,7 @@ def measurement(
     """What the two answers come to: numbers with their proof, or a refusal without."""
     ours, theirs = found.answers[INITIATOR], found.answers[TARGET]
     deltas = (Snapshot.from_json(ours["deltas"]), Snapshot.from_json(theirs["deltas"]))
-    mtu = min(int(ours["mtu"]), int(theirs["mtu"]))
+    mtu = int(ours["mtu"]), int(theirs["mtu"])
     if tool == "perftest":
         work = _perftest_work(point, mtu)
         proof = judge(point, nodes, work, deltas, allowance=PERFTEST_CONTROL)
@@ -439,7 +443,7 @@ def measurement(
     return replace(plain, mib_s=carried / (1 << 20) / (slowest / 1e9))
 
 
-def _perftest_work(point: Point, mtu: int) -> Work:
+def _perftest_work(point: Point, mtu: tuple[int, int]) -> Work:
     both = (
         point.direction == "two-way"
         if point.kind == "bandwidth"
