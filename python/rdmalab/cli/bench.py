@@ -172,9 +172,7 @@ def bandwidth(
     **common: Any,
 ) -> int:
     """Streaming: as many messages in flight as perftest has. MiB per second."""
-    points = bandwidth_points(
-        transport, service, op, mode, sizes, samples, warmup, qps, direction
-    )
+    points = bandwidth_points(transport, service, op, mode, sizes, samples, warmup, qps, direction)
     return _measure("bandwidth", points, **common)
 
 
