@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         click.echo(error.format_message())
         sys.exit(2)
     except click.ClickException as error:
-        place = f"{error.ctx.command_path}: " if getattr(error, "ctx", None) else ""
+        context = getattr(error, "ctx", None)  # of a UsageError
+        place = f"{context.command_path}: " if context is not None else ""
         click.echo(f"rdmalab: {place}{error.format_message()} (see --help)", err=True)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import click
 
 from rdmalab.lab import host as hosts
-from rdmalab.lab import image
+from rdmalab.lab import image, module
 from rdmalab.lab import kernel as kernels
 from rdmalab.lab.paths import Paths
 from rdmalab.lab.progress import Progress
@@ -43,6 +43,19 @@ def kernel(tier: str) -> None:
     """Fetch and unpack a kernel."""
     _, found = _ready(tier, Progress())
     click.echo(f"{found.release} {found.vmlinux}")
+
+
+@click.command(epilog="\b\nExample:\n  rdmalab modules --kernel lts")
+@_kernel_option
+@click.option("--style", is_flag=True, help="Run checkpatch --strict and sparse as well.")
+def modules(tier: str, style: bool) -> None:
+    """Build everything under kernel/, W=1 and with warnings as errors."""
+    progress = Progress()
+    sysroot, kernel = _ready(tier, progress)
+    for path in module.build(sysroot, kernel.release, progress):
+        click.echo(path)
+    if style:
+        module.style(sysroot, kernel.release, progress)
 
 
 @click.command(epilog="\b\nExample:\n  rdmalab update")

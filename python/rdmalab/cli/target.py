@@ -11,6 +11,7 @@ from typing import TypeVar
 import click
 
 from rdmalab.errors import UsageError
+from rdmalab.lab import inventory as inventories
 from rdmalab.lab.lab import DEFAULT_NAME, Lab
 from rdmalab.lab.node import Node
 
@@ -53,9 +54,7 @@ def options(function: F) -> F:
 def find(name: str, inventory: Path | None) -> Target:
     """The lab ``name``, or the nodes of ``inventory``."""
     if inventory is not None:
-        from rdmalab.lab.inventory import read as read_inventory
-
-        nodes = read_inventory(inventory)
+        nodes = inventories.read(inventory)
         first = next(iter(nodes.values()))
         kernel = first.run(["uname", "-r"]).stdout.strip()
         vcpus = int(first.run(["nproc"]).stdout)

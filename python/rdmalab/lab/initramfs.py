@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rdmalab.errors import HostError
+from rdmalab.lab.identity import Identity
 from rdmalab.lab.kernel import Kernel
 from rdmalab.lab.sysroot import Sysroot
 
@@ -17,27 +17,6 @@ _MODULES = (
     "virtio_pci", "virtio_blk", "erofs", "overlay", "virtio_net", "virtio_rng", "pvpanic_pci",
 )  # fmt: skip
 _DIRECTORY, _FILE, _LINK = 0o040000, 0o100000, 0o120000
-
-
-@dataclass(frozen=True)
-class Nic:
-    """One network interface. Addresses with prefix length; MTU in bytes."""
-
-    mac: str
-    name: str
-    mtu: int
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What makes one node of many that share an image. Keys are file contents."""
-
-    hostname: str
-    host_key: str
-    authorized_keys: str
-    nics: tuple[Nic, ...]
-    modules: Mapping[str, Path] = field(default_factory=dict)  # file name -> our module
 
 
 class Archive:
@@ -131,23 +110,28 @@ def base(sysroot: Sysroot, kernel: Kernel, guest: Path) -> bytes:
     return archive.bytes()
 
 
-def node_part(identity: Identity) -> bytes:
-    """The part that is one node's own; the kernel unpacks archives one after the other."""
+def node_part(identity: Identity, modules: Mapping[str, Path]) -> bytes:
+    """The part that is one node's own; the kernel unpacks archives one after the other.
+    ``modules`` are our own, by file name."""
     archive = Archive()
     archive.file("rdmalab/hostname", f"{identity.hostname}\n".encode())
     lines = [f"{n.mac} {n.name} {n.mtu} {' '.join(n.addresses)}\n" for n in identity.nics]
     archive.file("rdmalab/net", "".join(lines).encode())
     archive.file("rdmalab/ssh/host_key", identity.host_key.encode(), 0o600)
-    archive.file("rdmalab/ssh/authorized_keys", identity.authorized_keys.encode(), 0o600)
+    archive.file(
+        "rdmalab/ssh/authorized_keys",
+        "".join(f"{key}\n" for key in identity.authorized_keys).encode(),
+        0o600,
+    )
     archive.directory("rdmalab/modules")
-    for name, path in sorted(identity.modules.items()):
+    for name, path in sorted(modules.items()):
         archive.file(f"rdmalab/modules/{name}", path.read_bytes())
     return archive.bytes()
 
 
-def write(shared: Path, identity: Identity, target: Path) -> None:
+def write(shared: Path, identity: Identity, modules: Mapping[str, Path], target: Path) -> None:
     """``target`` = the shared part and the node's own."""
     with target.open("wb") as out:
         with shared.open("rb") as part:
             shutil.copyfileobj(part, out)
-        out.write(node_part(identity))
+        out.write(node_part(identity, modules))

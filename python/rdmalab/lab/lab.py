@@ -26,13 +26,27 @@ from rdmalab.errors import (
     RdmalabError,
     UsageError,
 )
-from rdmalab.lab import accel, image, initramfs, kernel, native, qemu, topology
+from rdmalab.lab import (
+    accel,
+    disk,
+    image,
+    initramfs,
+    inventory,
+    kernel,
+    module,
+    native,
+    plugin,
+    qemu,
+    topology,
+)
 from rdmalab.lab.child import last_line, python
 from rdmalab.lab.deadline import Deadlines, Layers, slow_factor
+from rdmalab.lab.identity import Identity, Nic
 from rdmalab.lab.node import Endpoint, LinkEnd, Node
 from rdmalab.lab.paths import Paths
 from rdmalab.lab.plan import Plan, PlannedLink, PlannedNode
 from rdmalab.lab.progress import Progress
+from rdmalab.lab.run import LabFacts
 from rdmalab.lab.supervisor import CONTROL
 from rdmalab.lab.sysroot import Sysroot
 
@@ -41,6 +55,8 @@ DEFAULT_NAME = "default"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _REQUEST_SECONDS = 60.0
 CAPTURE_BYTES = 64 << 20
+#: where a guest finds the modules of kernel/
+GUEST_MODULES = "/run/rdmalab/modules"
 
 
 @dataclass(frozen=True)
@@ -207,6 +223,7 @@ class Lab:
                 lab._start()
                 lab._reach(shared)
                 lab._await_ssh()
+                lab._put_modules()
         except BaseException:
             lab.down()
             raise
@@ -239,6 +256,31 @@ class Lab:
     @property
     def slow_factor(self) -> float:
         return self.deadlines.factor
+
+    @property
+    def _boot_deadline(self) -> float:
+        """Seconds from QEMU's start to ssh on the reference machine; systemd takes longer."""
+        return Layers().boot * (3 if self.mode == "full" else 1)
+
+    def facts(self) -> LabFacts:
+        """What a run notes of the lab."""
+        return LabFacts(
+            name=self.name,
+            tier=self.tier,
+            kernel=self.kernel,
+            accelerator=self.accelerator,
+            vcpus=self.vcpus,
+            mode=self.mode,
+            topology=self.topology.name,
+            slow_factor=self.slow_factor,
+            nodes=tuple(self.nodes),
+        )
+
+    def versions(self) -> dict[str, str]:
+        """The versions that were resolved, for a run to note."""
+        lock = Sysroot(self._paths).lock()
+        kernels = {f"kernel-{tier}": locked.version for tier, locked in lock.kernels.items()}
+        return {**lock.packages, **kernels}
 
     def status(self) -> dict[str, NodeStatus]:
         """Each node's state: running, panicked, paused, off (it powered itself off), lost
@@ -277,7 +319,8 @@ class Lab:
         self.nodes[node].drop()
         self._control.request("restart", node=node)
         self._reach_one(node)
-        self.nodes[node].wait_ready(Layers().boot)
+        self.nodes[node].wait_ready(self._boot_deadline)
+        self._put_modules()
 
     def keep(self) -> None:
         """Let the lab outlive this process."""
@@ -381,10 +424,9 @@ class Lab:
             self._reach_one(node.name)
 
     def _await_ssh(self) -> None:
-        boot = Layers().boot * (3 if self.mode == "full" else 1)
         for node in self.nodes.values():
             try:
-                node.wait_ready(boot)
+                node.wait_ready(self._boot_deadline)
             except RdmalabError as error:
                 state = self.status()[node.name].state
                 console = self.folder / f"console-{node.name}.log"
@@ -412,7 +454,17 @@ class Lab:
             "slow_factor": self.slow_factor,
             "native": [str(path) for path in self._native],
         }
+        inventory.write(self.folder / "inventory.yaml", self.nodes)
         (self.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+
+    def _put_modules(self) -> None:
+        """Our modules, where a full node would not have them from its initial RAM disk."""
+        if self.mode != "full":
+            return
+        for node in self.nodes.values():
+            node.run(["mkdir", "-p", GUEST_MODULES])
+            for path in map(Path, self.plan.modules):
+                node.put(path, f"{GUEST_MODULES}/{path.name}")
 
 
 def names(paths: Paths) -> list[str]:
@@ -445,18 +497,87 @@ def _keygen(path: Path, comment: str) -> str:
     return path.with_suffix(".pub").read_text()
 
 
-def _built_modules(paths: Paths, release: str) -> dict[str, Path]:
-    """Our own modules for ``release``, where `make modules` has built them."""
-    return {path.name: path for path in sorted((paths.modules / release).glob("*.ko"))}
-
-
-def _nics(shape: topology.Topology, node: str) -> Iterator[initramfs.Nic]:
+def _identity(
+    spec: LabSpec, shape: topology.Topology, node: str, host_key: str, client_key: str
+) -> Identity:
+    """Names, keys and addresses of ``node``. In full mode the management interface has a
+    default route and a name server, for what is installed there."""
     name = qemu.MANAGEMENT_NETDEV
-    yield initramfs.Nic(qemu.mac(node, name), name, 1500, (qemu.MANAGEMENT_ADDRESS,))
+    nics = [Nic(qemu.mac(node, name), name, (qemu.MANAGEMENT_ADDRESS,), 1500, qemu.GATEWAY)]
+    hosts = []
     for link in shape.links_of(node):
-        yield initramfs.Nic(
-            qemu.mac(node, link.name), link.name, link.mtu, qemu.addresses(shape, link, node)
+        found = qemu.addresses(shape, link, node)
+        nics.append(Nic(qemu.mac(node, link.name), link.name, found, link.mtu))
+        peer = link.nodes[1] if link.nodes[0] == node else link.nodes[0]
+        hosts.append(f"{qemu.addresses(shape, link, peer)[0].split('/')[0]} {peer}-{link.name}")
+    return Identity(node, host_key, (client_key.strip(),), tuple(nics), tuple(hosts))
+
+
+def _ends(shape: topology.Topology, node: str) -> Iterator[PlannedLink]:
+    for link in shape.links_of(node):
+        peer = link.nodes[1] if link.nodes[0] == node else link.nodes[0]
+        ipv4, ipv6 = qemu.addresses(shape, link, node)
+        yield PlannedLink(
+            link=link.name,
+            kind=link.kind,
+            netdev=link.name,
+            mac=qemu.mac(node, link.name),
+            ipv4=ipv4,
+            ipv6=ipv6,
+            mtu=link.mtu,
+            peer=peer,
         )
+
+
+@dataclass(frozen=True)
+class _FastBoot:
+    """What fast nodes share."""
+
+    vmlinux: Path
+    shared: Path
+    root: Path
+    modules: Path
+    built: dict[str, Path]
+    cmdline: str
+
+    @classmethod
+    def prepare(
+        cls,
+        spec: LabSpec,
+        sysroot: Sysroot,
+        chosen: kernel.Kernel,
+        built: dict[str, Path],
+        folder: Path,
+        progress: Progress,
+    ) -> _FastBoot:
+        shared = folder / "initrd-shared"
+        shared.write_bytes(initramfs.base(sysroot, chosen, sysroot.paths.vm / "guest"))
+        return cls(
+            chosen.vmlinux,
+            shared,
+            image.root_image(sysroot, progress),
+            image.modules_image(sysroot, chosen, progress),
+            built,
+            "nokaslr" if spec.instructions else "",
+        )
+
+    def arguments(self, folder: Path, identity: Identity) -> tuple[str, ...]:
+        initrd = folder / f"initrd-{identity.hostname}"
+        initramfs.write(self.shared, identity, self.built, initrd)
+        return qemu.fast_boot(self.vmlinux, initrd, self.root, self.modules, self.cmdline)
+
+
+@dataclass(frozen=True)
+class _FullBoot:
+    """What full nodes share."""
+
+    sysroot: Sysroot
+    base: Path
+
+    def arguments(self, folder: Path, identity: Identity) -> tuple[str, ...]:
+        overlay = folder / f"disk-{identity.hostname}.qcow2"
+        disk.create_overlay(self.sysroot, self.base, overlay)
+        return tuple(disk.qemu_args(self.base, overlay, identity))
 
 
 def _prepare(
@@ -468,55 +589,36 @@ def _prepare(
     folder: Path,
     progress: Progress,
 ) -> Plan:
-    """Keys, images, initial RAM file systems and command lines of all nodes."""
+    """Keys, images, initial RAM file systems or disks, and command lines of all nodes."""
     paths = sysroot.paths
+    built = {path.name: path for path in module.build(sysroot, chosen.release, progress)}
+    boot: _FastBoot | _FullBoot
+    if spec.mode == "fast":
+        boot = _FastBoot.prepare(spec, sysroot, chosen, built, folder, progress)
+    else:
+        base = disk.build_base(
+            sysroot, chosen.release, spec.kernel, paths.images, paths.vm / "full", progress
+        )
+        boot = _FullBoot(sysroot, base)
+    counter = plugin.ensure(sysroot, progress) if spec.instructions else None
     client_key = _keygen(folder / "id_ed25519", f"rdmalab lab {spec.name}")
     known = []
-    root = image.root_image(sysroot, progress)
-    modules = image.modules_image(sysroot, chosen, progress)
-    shared = folder / "initrd-shared"
-    shared.write_bytes(initramfs.base(sysroot, chosen, paths.vm / "guest"))
-    built = _built_modules(paths, chosen.release)
     planned = []
     for index, name in enumerate(shape.nodes):
-        public = _keygen(folder / f"host-key-{name}", name)
-        known.append(f"{name} {' '.join(public.split()[:2])}\n")
-        identity = initramfs.Identity(
-            hostname=name,
-            host_key=(folder / f"host-key-{name}").read_text(),
-            authorized_keys=client_key,
-            nics=tuple(_nics(shape, name)),
-            modules=built,
-        )
-        initrd = folder / f"initrd-{name}"
-        initramfs.write(shared, identity, initrd)
-        extra = "nokaslr" if spec.instructions else ""
+        key = folder / f"host-key-{name}"
+        known.append(f"{name} {' '.join(_keygen(key, name).split()[:2])}\n")
+        identity = _identity(spec, shape, name, key.read_text(), client_key)
         guest = qemu.Guest(
             name=name,
             vcpus=spec.vcpus,
             memory_mib=spec.memory_mib,
-            boot=qemu.fast_boot(chosen.vmlinux, initrd, root, modules, extra),
+            boot=boot.arguments(folder, identity),
             links=tuple(shape.links_of(name)),
+            plugin=counter,
         )
         argv = qemu.command(sysroot.qemu(), guest, accelerator)
-        ends = []
-        for link in guest.links:
-            peer = link.nodes[1] if link.nodes[0] == name else link.nodes[0]
-            ipv4, ipv6 = qemu.addresses(shape, link, name)
-            ends.append(
-                PlannedLink(
-                    link.name,
-                    link.kind,
-                    link.name,
-                    qemu.mac(name, link.name),
-                    ipv4,
-                    ipv6,
-                    link.mtu,
-                    peer,
-                )
-            )
         port = spec.ssh_port + index if spec.ssh_port else 0
-        planned.append(PlannedNode(name, tuple(argv), port, tuple(ends)))
+        planned.append(PlannedNode(name, tuple(argv), port, tuple(_ends(shape, name))))
     (folder / "known_hosts").write_text("".join(known))
     env = {"QEMU_MODULE_DIR": sysroot.qemu_env()["QEMU_MODULE_DIR"]}
     return Plan(
@@ -531,5 +633,6 @@ def _prepare(
         memory_mib=spec.memory_mib,
         instructions=spec.instructions,
         env=env,
+        modules=tuple(str(path) for path in built.values()),
         nodes=tuple(planned),
     )

@@ -44,6 +44,7 @@ class Plan:
     memory_mib: int
     instructions: bool
     env: dict[str, str]
+    modules: tuple[str, ...]  # our own, on the host
     nodes: tuple[PlannedNode, ...]
 
     def write(self, path: Path) -> None:
@@ -62,4 +63,5 @@ class Plan:
             )
             for node in data.pop("nodes")
         )
-        return cls(**data, nodes=nodes)
+        modules = tuple(data.pop("modules"))
+        return cls(**data, modules=modules, nodes=nodes)

@@ -16,6 +16,7 @@ SSH_PORT = "@SSH_PORT@"
 MANAGEMENT_NETDEV = "mgmt0"
 #: QEMU's user-mode network gives its one guest this address (net/slirp.c).
 MANAGEMENT_ADDRESS = "10.0.2.15/24"
+GATEWAY = "10.0.2.2"
 #: oops=panic makes an oops end the guest, which pvpanic tells the host; panic=0 keeps it
 #: there for a dump. No soft-lockup panics: a stalled host is not a guest's fault.
 COMMON_CMDLINE = (
@@ -26,18 +27,11 @@ COMMON_CMDLINE = (
 
 
 @dataclass(frozen=True)
-class Boot:
-    """What differs by mode: the arguments that bring kernel and disks."""
-
-    arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Guest:
     name: str
     vcpus: int
     memory_mib: int
-    boot: Boot
+    boot: tuple[str, ...]  # the arguments that bring kernel and disks, which differ by mode
     links: tuple[Link, ...]
     plugin: Path | None = None  # TCG plugin that counts instructions
 
@@ -58,7 +52,9 @@ def addresses(topology: Topology, link: Link, node: str) -> tuple[str, str]:
     )
 
 
-def fast_boot(kernel: Path, initrd: Path, root: Path, modules: Path, extra_cmdline: str) -> Boot:
+def fast_boot(
+    kernel: Path, initrd: Path, root: Path, modules: Path, extra_cmdline: str
+) -> tuple[str, ...]:
     """Direct kernel boot with two shared read-only images as /dev/vda and /dev/vdb."""
     arguments = ["-kernel", str(kernel), "-initrd", str(initrd)]
     arguments += ["-append", f"{COMMON_CMDLINE} {extra_cmdline}".strip()]
@@ -67,7 +63,7 @@ def fast_boot(kernel: Path, initrd: Path, root: Path, modules: Path, extra_cmdli
             "-drive", f"if=none,id={name},file={image},format=raw,readonly=on,cache=unsafe",
             "-device", f"virtio-blk-pci,drive={name}",
         ]  # fmt: skip
-    return Boot(tuple(arguments))
+    return tuple(arguments)
 
 
 def _link_arguments(node: str, link: Link) -> list[str]:
@@ -108,7 +104,7 @@ def command(
         "-device", "virtio-rng-pci",
         "-netdev", f"user,id={MANAGEMENT_NETDEV},hostfwd=tcp:{ssh_host}:{SSH_PORT}-:22",
         "-device", f"virtio-net-pci,{management},romfile=",
-        *guest.boot.arguments,
+        *guest.boot,
     ]  # fmt: skip
     for link in guest.links:
         argv += _link_arguments(guest.name, link)

@@ -134,7 +134,8 @@ class _Guest:
     async def _follow_events(self, qmp: QMPClient) -> None:
         async for event in qmp.events:
             name = str(event["event"])
-            data = dict(event.get("data") or {})
+            found = event.get("data")
+            data = dict(found) if isinstance(found, dict) else {}
             if name == "GUEST_PANICKED":
                 self.state = "panicked"
             elif name == "RESET" and self.state == "panicked":

@@ -22,7 +22,9 @@ class Histogram:
 
     ``probe`` is the probe's name ("post_to_completion"), ``key`` what it is split by
     ("SEND", "rxe_requester"), ``unit`` "ns" or "count". ``missing`` names why a probe could
-    not attach; then ``buckets`` is empty.
+    not attach; then ``buckets`` is empty. ``lost`` counts the events that the whole probe
+    saw but could not count (the same figure in each of its histograms, so it is not to be
+    summed over them).
     """
 
     node: str
@@ -31,6 +33,7 @@ class Histogram:
     unit: str
     buckets: tuple[Bucket, ...] = ()
     missing: str = ""
+    lost: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

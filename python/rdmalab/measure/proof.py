@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which transport carried a measurement, judged from packet counters at both ends.
+
+A verdict is ``proven`` only if at both ends the transport's own counters, and where it can
+see them the link's netdev, moved by at least 95 % of the packets that the posted work needs,
+and the rival transport's did not. Acknowledgements, retransmissions and credits only add to
+what is counted; nothing that is posted needs fewer packets than is worked out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rdmalab.errors import UsageError
+from rdmalab.measure.measurement import Counters, Point, Proof
+from rdmalab.measure.node.counters import Snapshot
+
+COVERAGE = 0.95  # of the posted packets that the transport's own counters must show
+RIVAL = 0.05  # of the posted packets that the rival's may show
+RIVAL_FLOOR = 8  # packets: a neighbour query or two is no rival, however little was posted
+#: perftest's own connection (TCP on the same link) cannot be asked what it sent: about
+#: twenty segments to set up, some more when many queue pairs are told.
+PERFTEST_CONTROL = 64
+
+Pair = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A transport that can be proven.
+
+    ``own`` reads packets sent and received by the transport from the deltas of one end.
+    ``counters`` names them for errors. ``on_link``: its packets pass the link's netdev, whose
+    counters see them too; what else that netdev carried is then the rival. A device that
+    carries RDMA past the host's network stack has ``on_link`` false: all that its netdev
+    carried is rival.
+    """
+
+    name: str
+    counters: str
+    own: Callable[[Snapshot], Pair]
+    on_link: bool
+
+
+def _hardware(sent: str, received: str) -> Callable[[Snapshot], Pair]:
+    return lambda deltas: (deltas.rdma.get(sent), deltas.rdma.get(received))
+
+
+#: By ``Point.transport``. A driver that is not here cannot be proven, so it has no numbers.
+KINDS: Mapping[str, Kind] = {
+    "rxe": Kind("rxe", "sent_pkts and rcvd_pkts", _hardware("sent_pkts", "rcvd_pkts"), True),
+    "tcp": Kind(
+        "tcp",
+        "segs_out and segs_in",
+        lambda deltas: (deltas.tcp_sent, deltas.tcp_received),
+        True,
+    ),
+}
+
+
+def kind_of(transport: str) -> Kind:
+    """UsageError for a transport that nothing can prove."""
+    if transport not in KINDS:
+        raise UsageError(
+            f"transport {transport} cannot be proven",
+            seen="its packet counters are unknown",
+            todo=f"known: {', '.join(KINDS)}",
+        )
+    return KINDS[transport]
+
+
+def packets(size: int, mtu: int) -> int:
+    """Packets of one message; an empty one still takes a packet."""
+    return max(1, -(-size // mtu))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the posted work needs from initiator to target and back: ``packets``, and
+    ``payload`` in bytes."""
+
+    packets: tuple[int, int]
+    payload: tuple[int, int]
+
+    def reversed(self) -> Work:
+        """The same as the target sees it."""
+        return Work(
+            (self.packets[1], self.packets[0]),
+            (self.payload[1], self.payload[0]),
+        )
+
+
+def work_of(point: Point, mtu: tuple[int, int], sent: int, answered: int) -> Work:
+    """What ``sent`` messages posted by the initiator and ``answered`` by the target (its
+    own, in ping-pong and two-way) need. ``mtu`` is what a packet carries at most, in bytes,
+    from initiator to target and back: the path MTU, for tcp each end's segment size (which
+    differs, since it grows with what the peer takes)."""
+    carried = (sent * point.size, answered * point.size)
+    if point.transport == "tcp" and point.kind == "bandwidth":
+        # A stream has no message borders: small messages share segments.
+        return Work((-(-carried[0] // mtu[0]), -(-carried[1] // mtu[1])), carried)
+    out, back = packets(point.size, mtu[0]), packets(point.size, mtu[1])
+    if point.op == "read":
+        # A request is one packet; its answer carries the bytes the other way.
+        return Work((sent + answered * out, sent * back + answered), (carried[1], carried[0]))
+    if point.op in ("fetch_add", "cmp_swap"):
+        return Work((sent + answered, sent + answered), carried)
+    return Work((sent * out, answered * back), carried)
+
+
+def judge(
+    point: Point,
+    nodes: tuple[str, str],
+    work: Work,
+    deltas: tuple[Snapshot, Snapshot],
+    *,
+    allowance: int = 0,
+) -> Proof:
+    """The proof of one measurement; ``deltas`` are the initiator's and the target's over the
+    work. ``allowance``: packets of a tool's own control connection that are no rival's."""
+    posted = work.packets
+    kind = kind_of(point.transport)
+    ends = (
+        _counters(kind, nodes[0], deltas[0], allowance),
+        _counters(kind, nodes[1], deltas[1], allowance),
+    )
+    views = (work, work.reversed())
+    reasons = [
+        reason
+        for end, delta, view in zip(ends, deltas, views, strict=True)
+        if (reason := _doubt(kind, end, delta, view))
+    ]
+    if not any(posted):
+        reasons.insert(0, "nothing was posted")
+    if reasons:
+        return Proof(kind.name, posted, ends, "refused", reasons[0])
+    covered = "; ".join(
+        f"{end.node} {_coverage(end, *view.packets)}" for end, view in zip(ends, views, strict=True)
+    )
+    return Proof(kind.name, posted, ends, "proven", f"of the packets posted: {covered}")
+
+
+def _counters(kind: Kind, node: str, deltas: Snapshot, allowance: int) -> Counters:
+    sent, received = kind.own(deltas)
+    if kind.name == "tcp":
+        # Of every kind that has a device on this link, RDMA is the rival.
+        rivals = [other.own(deltas) for other in KINDS.values() if other.name != "tcp"]
+        pairs = [pair for pair in rivals if None not in pair]
+        rival_sent: int | None = sum(pair[0] or 0 for pair in pairs) if pairs else None
+        rival_received: int | None = sum(pair[1] or 0 for pair in pairs) if pairs else None
+    else:
+        # Seen on the link and neither the transport's, nor the exchange's, nor the tool's.
+        rival_sent = _rest(kind, deltas.link_sent, sent, deltas.control_sent + allowance)
+        rival_received = _rest(
+            kind, deltas.link_received, received, deltas.control_received + allowance
+        )
+    return Counters(node, sent, received, rival_sent, rival_received)
+
+
+def _rest(kind: Kind, link: int | None, own: int | None, control: int) -> int | None:
+    if link is None or own is None:
+        return None
+    return max(0, link - (own if kind.on_link else 0) - control)
+
+
+def _doubt(kind: Kind, end: Counters, deltas: Snapshot, work: Work) -> str:
+    """Why this end, which sends ``work``'s first direction, proves nothing; empty where it
+    does."""
+    limit = max(RIVAL_FLOOR, RIVAL * max(work.packets))
+    ways = (
+        ("sent", end.sent, end.rival_sent, deltas.link_sent, deltas.link_sent_bytes),
+        (
+            "received",
+            end.received,
+            end.rival_received,
+            deltas.link_received,
+            deltas.link_received_bytes,
+        ),
+    )
+    for (verb, own, rival, link, link_bytes), posted, payload in zip(
+        ways, work.packets, work.payload, strict=True
+    ):
+        if own is None:
+            return f"{end.node}: no counters {kind.counters} of {kind.name} there"
+        if own < COVERAGE * posted:
+            return f"{end.node}: {kind.name} {verb} {own} of {posted} packets posted"
+        if kind.on_link:
+            if link is None or link_bytes is None:
+                return f"{end.node}: the link's netdev has no counters"
+            # One frame may carry many TCP segments (TSO, GRO): there only bytes count.
+            if kind.name != "tcp" and link < COVERAGE * posted:
+                return f"{end.node}: the link {verb} {link} of {posted} packets posted"
+            if link_bytes < COVERAGE * payload:
+                return f"{end.node}: the link {verb} {link_bytes} of {payload} bytes posted"
+        if rival is not None and rival >= limit:
+            name = "RDMA" if kind.name == "tcp" else "other traffic on the link"
+            return f"{end.node}: {name} {verb} {rival} packets beside {posted} posted"
+    return ""
+
+
+def _coverage(end: Counters, sends: int, receives: int) -> str:
+    words = []
+    for verb, posted, own in (("sent", sends, end.sent), ("received", receives, end.received)):
+        if posted and own is not None:
+            words.append(f"{verb} {100 * own / posted:.1f} %")
+    return " and ".join(words) or "had nothing to send"
