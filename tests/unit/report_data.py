@@ -15,24 +15,28 @@ KERNEL = "7.3.4+deb13-amd64"
 NODES = ("node0", "node1")
 
 MANIFEST: dict[str, Any] = {
-    "name": "table",
+    "schema": 1,
+    "name": "vm-test",
+    "rdmalab": "0.1.0",
+    "git": {"revision": "3f9c2ab4d6e1c0b7a9f8e7d6c5b4a39281706f5e", "dirty": False},
+    "argv": ["rdmalab", "vm-test"],
     "started": "2026-11-30T18:42:07+00:00",
-    "seconds": 143.2,
-    "git_revision": "3f9c2ab4d6e1",
+    "ended": "2026-11-30T18:44:30+00:00",
+    "exit_status": 0,
+    "counts": {"passed": 14, "failed": 0},
     "seed": 20261130,
-    "accelerator": "tcg",
-    "accelerator_reason": "no vmx or svm flag",
-    "vcpus": 1,
-    "kernel": KERNEL,
-    "mode": "fast",
-    "topology": {"name": "pair", "nodes": ["node0", "node1"], "links": [{"name": "roce0"}]},
-    "versions": {
-        "rdmalab": "0.1.0",
-        "qemu": "11.1.3",
-        "rdma-core": "56.1-1",
-        "perftest": "25.01.0",
-        "python": "3.13.5",
+    "lab": {
+        "name": "vm-test",
+        "tier": "stock",
+        "kernel": KERNEL,
+        "accelerator": "tcg",
+        "vcpus": 1,
+        "mode": "fast",
+        "topology": "pair",
+        "slow_factor": 1.4,
+        "nodes": ["node0", "node1"],
     },
+    "versions": {"qemu-system-x86": "11.1.3", "rdma-core": "56.1-1", "perftest": "25.01.0"},
 }
 
 

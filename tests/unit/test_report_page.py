@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 import report_data
 from click.testing import CliRunner
 
 from rdmalab.cli.report import report
 from rdmalab.errors import RdmalabError, UsageError
+from rdmalab.lab.run import SCHEMA as MANIFEST_SCHEMA
 from rdmalab.measure.measurement import Measurement
 from rdmalab.measure.report.page import regenerate, render, write_report
 from rdmalab.measure.report.runs import find_run
 from rdmalab.measure.report.store import write_measurements
 from rdmalab.probe.histogram import Bucket, Histogram
 
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench.schema.json"
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -70,7 +73,9 @@ def sweep() -> str:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "results" / "20261130-184207-table"
+    (tmp_path / "vm").mkdir()
+    (tmp_path / "vm" / "packages.toml").touch()
+    folder = tmp_path / "results" / "20261130T184207Z-table"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps(report_data.MANIFEST))
     write_measurements(folder / "measurements.parquet", report_data.table_run())
@@ -187,7 +192,9 @@ def test_it_says_where_it_was_measured_and_what_that_means(sweep: str) -> None:
     assert "kernel 7.3.4+deb13-amd64" in text
     assert "started 2026-11-30 18:42:07 UTC" in text
     assert "a time here is no speed" in text
-    assert "versions.qemu 11.1.3" in text
+    assert "took 143 s" in text
+    assert "versions.qemu-system-x86 11.1.3" in text
+    assert "lab.topology pair" in text
 
 
 def test_a_refusal_is_at_the_head_with_its_reason(sweep: str) -> None:
@@ -243,6 +250,16 @@ def test_probes_of_rounds_are_added_up_and_missing_ones_named() -> None:
     assert "driver: rxe_sender on node0: no function rxe_sender in this kernel" in text
 
 
+def test_what_a_run_writes_as_its_manifest_is_shown() -> None:
+    jsonschema.validate(report_data.MANIFEST, MANIFEST_SCHEMA)
+
+
+def test_events_that_a_probe_lost_are_said() -> None:
+    lossy = Histogram("node1", "post_to_completion", "SEND", "ns", (Bucket(1, 2, 9),), "", 7)
+    runs = [report_data.measurement(histograms=(lossy,))] * 2
+    assert "the probe lost 14 events on node1" in _Page(page_of(runs)).text
+
+
 def test_an_empty_run_has_a_page() -> None:
     text = render("empty", {}, [])
     assert _Page(text).unmatched == []
@@ -277,11 +294,12 @@ def test_a_damaged_or_missing_manifest_is_one_line(run_folder: Path, content: st
 
 
 def test_latest_is_the_newest_run_with_measurements(run_folder: Path) -> None:
-    older = run_folder.with_name("20261129-090000-sweep")
-    newer = run_folder.with_name("20261201-090000-tests")
+    older = run_folder.with_name("20261129T090000Z-sweep")
+    newer = run_folder.with_name("20261201T090000Z-tests")
     older.mkdir()
     newer.mkdir()
     write_measurements(older / "measurements.parquet", [])
+    (run_folder.parent / "latest").symlink_to(newer.name)
     assert find_run("latest", run_folder.parent) == run_folder
     assert find_run(run_folder.name, run_folder.parent) == run_folder
     assert find_run(str(run_folder), run_folder.parent) == run_folder
@@ -297,12 +315,14 @@ def test_a_run_that_is_not_there_is_wrong_use(tmp_path: Path, run: str) -> None:
 def test_the_command_prints_tables_rows_or_the_path(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(run_folder.parent.parent)
+    monkeypatch.setenv("RDMALAB_REPO", str(run_folder.parent.parent))
     tables = CliRunner().invoke(report, ["latest"])
     assert tables.exit_code == 0, tables.output
     assert "rxe / tcp" in tables.stdout
     assert tables.stdout.rstrip().endswith("report.html")
-    rows = json.loads(CliRunner().invoke(report, ["latest", "--json"]).stdout)["rows"]
-    assert len(rows) == len(report_data.table_run())
+    document = json.loads(CliRunner().invoke(report, ["latest", "--json"]).stdout)
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert len(document["rows"]) == len(report_data.table_run())
+    assert document["run"] == str(run_folder)
     path = CliRunner().invoke(report, ["latest", "--open-path"]).stdout
     assert path == f"{run_folder / 'report.html'}\n"

@@ -22,6 +22,7 @@ from rdmalab.measure import bench
 from rdmalab.measure.counter import BEGIN, END, Counter, Delta, Mark
 from rdmalab.measure.kallsyms import Function, Symbols
 from rdmalab.measure.measurement import Measurement, Point
+from rdmalab.measure.node.request import describe
 from rdmalab.measure.report.rows import ProofCell, coverage
 
 COUNTS = (500, 1500)
@@ -150,23 +151,21 @@ def run(
     proofs: list[Measurement] = []
     with bench.Pair(from_, to, where, factor=factor) as pair:
         # The first run translates, faults pages in and fills caches that the others find.
-        progress(f"{bench.describe(point)}: warming up")
+        progress(f"{describe(point)}: warming up")
         pair.run("rdmalab", replace(point, iterations=low))
         idle = _idle([counters[node.name] for node in nodes])
         for turn in range(rounds):
             found: dict[int, dict[str, Sample]] = {}
             # Who goes first changes, so that a drift within a round favours neither.
             for count in counts if turn % 2 == 0 else counts[::-1]:
-                progress(
-                    f"{bench.describe(point)}: {count} round trips, round {turn + 1} of {rounds}"
-                )
+                progress(f"{describe(point)}: {count} round trips, round {turn + 1} of {rounds}")
                 found[count], proof = _count(
                     pair, replace(point, iterations=count), counters, setting
                 )
                 proofs.append(proof)
             for name, pairs in samples.items():
                 pairs.append((found[low][name], found[high][name]))
-    progress(f"{bench.describe(point)}: naming functions")
+    progress(f"{describe(point)}: naming functions")
     symbols = {node.name: _symbols(node) for node in nodes}
     return combine(
         replace(point, iterations=high), where.link, counts, samples, symbols, idle,
@@ -199,9 +198,7 @@ def _count(
         counter.mark()
     measured = bench.measurement("rdmalab", point, pair.route.link, names, setting, answer)
     if measured.proof.verdict != "proven":
-        raise RdmalabError(
-            f"{bench.describe(point)}: no proof, no number", seen=measured.proof.reason
-        )
+        raise RdmalabError(f"{describe(point)}: no proof, no number", seen=measured.proof.reason)
     samples = {}
     for name in names:
         counter = counters[name]

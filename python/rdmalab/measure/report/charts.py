@@ -159,7 +159,7 @@ def merge_histograms(histograms: Sequence[Histogram]) -> tuple[Histogram, ...]:
         buckets = tuple(Bucket(*edges, count) for edges, count in sorted(counts.items()))
         # A probe that attached in any round has something to show.
         missing = "" if buckets else before.missing or one.missing
-        merged[key] = Histogram(*key, buckets, missing)
+        merged[key] = Histogram(*key, buckets, missing, before.lost + one.lost)
     return tuple(merged.values())
 
 
@@ -238,6 +238,11 @@ def _histogram(nodes: Sequence[Histogram]) -> Figure:
         title,
         chart.render(),
         tuple(Legend(f"n{i % 2} bar", f"{h.node} ({_total(h)})") for i, h in enumerate(nodes)),
+        "; ".join(
+            f"the probe lost {counted(one.lost, 'event')} on {one.node}"
+            for one in nodes
+            if one.lost
+        ),
         header=("bucket", *(one.node for one in nodes)),
         data=tuple(
             (
