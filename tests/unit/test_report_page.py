@@ -227,6 +227,13 @@ def test_a_curve_is_broken_where_a_size_was_refused() -> None:
     assert bandwidths("refused").count('<path class="c0 line"') == 4
 
 
+def test_a_refused_round_is_not_drawn_among_proven_ones() -> None:
+    good = report_data.measurement()
+    bad = replace(good, proof=report_data.refused("rxe", 2000))
+    assert page_of([good, good, good]).count('<path class="c0 line"') == 3
+    assert page_of([good, bad, good]).count('<path class="c0 line"') == 2
+
+
 def test_figures_and_ranges_of_rounds_are_in_the_table() -> None:
     runs = [
         replace(report_data.measurement(transport="rxe"), samples_us=(value,) * 2000)
@@ -293,13 +300,14 @@ def test_a_damaged_or_missing_manifest_is_one_line(run_folder: Path, content: st
         regenerate(run_folder)
 
 
-def test_latest_is_the_newest_run_with_measurements(run_folder: Path) -> None:
+@pytest.mark.parametrize("link", ["20261129T090000Z-sweep", "20261201T090000Z-tests"])
+def test_latest_is_the_newest_run_with_measurements(run_folder: Path, link: str) -> None:
     older = run_folder.with_name("20261129T090000Z-sweep")
     newer = run_folder.with_name("20261201T090000Z-tests")
     older.mkdir()
     newer.mkdir()
     write_measurements(older / "measurements.parquet", [])
-    (run_folder.parent / "latest").symlink_to(newer.name)
+    (run_folder.parent / "latest").symlink_to(link)
     assert find_run("latest", run_folder.parent) == run_folder
     assert find_run(run_folder.name, run_folder.parent) == run_folder
     assert find_run(str(run_folder), run_folder.parent) == run_folder
