@@ -64,6 +64,7 @@ mkdir -p "$image/etc/systemd/system-generators"
 for generator in $(sed 's/#.*//' "$data/mask-generators"); do
 	ln -sf /dev/null "$image/etc/systemd/system-generators/$generator"
 done
+in_image systemctl -q set-default multi-user.target
 chmod a-x "$image/etc/grub.d/10_linux"
 in_image systemd-hwdb update
 in_image ldconfig

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdmalab.cli import target
+from rdmalab.cli.instructions import instructions
 from rdmalab.errors import UsageError
 from rdmalab.measure.plan import (
     bandwidth_points,
@@ -274,3 +275,6 @@ def _measure(
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
+
+
+bench.add_command(instructions)
