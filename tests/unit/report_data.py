@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from rdmalab.measure.measurement import Counters, Measurement, Point, Proof
@@ -69,6 +70,7 @@ def refused(transport: str, packets: int) -> Proof:
     )
 
 
+@cache  # a sweep has hundred thousands of samples, which many tests only read
 def measurement(
     *,
     tool: str = "rdmalab",
@@ -118,6 +120,7 @@ def measurement(
     )
 
 
+@cache
 def probes(seed: int, scale: float = 1.0) -> tuple[Histogram, ...]:
     """What the probes of one measurement leave on both nodes, in the buckets that they count in."""
     chance = random.Random(seed)
