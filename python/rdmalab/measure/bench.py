@@ -19,7 +19,7 @@ from rdmalab.measure.measurement import Measurement, Point
 from rdmalab.measure.node import loops
 from rdmalab.measure.node import perftest as tools
 from rdmalab.measure.node.counters import Snapshot
-from rdmalab.measure.node.request import INITIATOR, TARGET, Claim, Request
+from rdmalab.measure.node.request import INITIATOR, TARGET, Claim, Request, describe
 from rdmalab.measure.proof import PERFTEST_CONTROL, Work, judge, kind_of, work_of
 from rdmalab.probe.histogram import Histogram
 
@@ -27,6 +27,7 @@ DRIVER = "rdmalab.measure.node"
 BASE_PORT = 18600
 IDLE_S = 20.0
 START_S = 120.0  # for Python to start and ship under emulation
+_ENDING_S = 5.0
 _SLOWEST = 1 << 20  # bytes per second below which a measurement is given up
 
 #: Half a round trip is what perftest and everybody else quote for these.
@@ -98,27 +99,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Route:
-    """Which devices, addresses and link a measurement uses, and what its proof is taken
-    from. ``devices`` are the initiator's and the target's RDMA device, ``addresses`` their
-    IP addresses, ``netdevs`` the link's netdevs.
+    """Which addresses and devices a measurement uses, and the link that its proof is taken
+    from; the initiator's first.
 
-    ``claims`` default to the same devices and netdevs. They are apart so that work that
-    went another way than was claimed is found out.
+    ``addresses`` are the ends' IP addresses, ``netdevs`` the link's, ``devices`` the RDMA
+    devices to open ("": the ones on the netdevs). The proof never follows ``devices`` and
+    ``addresses``: work that went another way than over the link is found out.
     """
 
     link: str
-    devices: tuple[str, str]
     addresses: tuple[str, str]
     netdevs: tuple[str, str]
-    claims: tuple[Claim, Claim] | None = None
+    devices: tuple[str, str] = ("", "")
+    setup: bool = False  # whether a missing SoftRoCE device may be made
 
     def claim(self, end: int, transport: str) -> Claim:
-        if self.claims is not None:
-            return self.claims[end]
-        return Claim(transport, self.devices[end], self.netdevs[end])
+        return Claim(transport, "", self.netdevs[end])
 
 
-def route_between(from_: Node, to: Node, link: str = "") -> Route:
+def route_between(from_: Node, to: Node, link: str = "", *, setup: bool = False) -> Route:
     """The route over ``link``, or over the only link that joins the two.
 
     Raises UsageError where there is no such link or several.
@@ -145,15 +144,10 @@ def route_between(from_: Node, to: Node, link: str = "") -> Route:
     ours, theirs = between[name], to.links[name]
     return Route(
         link=name,
-        devices=(_device(ours), _device(theirs)),
         addresses=(_address(ours), _address(theirs)),
         netdevs=(ours.netdev, theirs.netdev),
+        setup=setup,
     )
-
-
-def _device(end: LinkEnd) -> str:
-    """The RDMA device on a link's netdev, as the lab names it; a real node's is its own."""
-    return str(getattr(end, "rdma", "") or (f"rxe_{end.netdev}" if end.kind == "roce" else ""))
 
 
 def _address(end: LinkEnd) -> str:
@@ -210,6 +204,7 @@ class Pair:
                 profile=dict(profile or {}),
                 idle_s=IDLE_S * self._factor,
                 total_s=total,
+                setup=self.route.setup,
             )
             self._write(role, json.dumps(request.to_json()))
         try:
@@ -247,7 +242,7 @@ class Pair:
             self._processes[role].stdin.write(line + "\n")
             self._processes[role].stdin.flush()
         except OSError as error:
-            raise self._ended(role, f"its stdin: {error.strerror}") from error
+            raise self._ended(role, "a wait for work") from error
 
     def _read(self, role: str, until: float, what: str) -> dict[str, Any]:
         """The next line of one end; TimeoutError when there is none yet."""
@@ -320,7 +315,10 @@ class Pair:
 
     def _ended(self, role: str, what: str) -> RdmalabError:
         process = self._processes[role]
-        status = process.poll()
+        # Its pipes close a moment before it can be waited for.
+        until = time.monotonic() + _ENDING_S
+        while (status := process.poll()) is None and time.monotonic() < until:
+            time.sleep(0.05)
         said = process.stderr().strip().splitlines()
         return RdmalabError(
             f"the measuring process ended during {what}",
@@ -372,14 +370,12 @@ def run(
                 # Who goes first changes, so that a drift within a turn favours neither.
                 for tool in plan if turn % 2 == 0 else plan[::-1]:
                     progress(f"{describe(point)}: {tool}, round {turn + 1} of {alternations}")
-                    histograms: Sequence[Histogram] = ()
                     with _probing(probes if tool == "rdmalab" else None) as gathered:
                         found = pair.run(tool, point, profile)
-                    histograms = gathered
                     one = measurement(
                         tool, point, where.link, (from_.name, to.name), setting, found
                     )
-                    done.append(replace(one, histograms=tuple(histograms)))
+                    done.append(replace(one, histograms=tuple(gathered)))
                     if one.proof.verdict != "proven":
                         progress(f"{describe(point)}: refused: {one.proof.reason}")
     return done
@@ -394,8 +390,12 @@ def _probing(probes: Probes | None) -> Iterator[list[Histogram]]:
     probes.start()
     try:
         yield gathered
-    finally:
-        gathered.extend(probes.stop())
+    except BaseException:
+        # What went wrong matters more than what the probes say of it.
+        with contextlib.suppress(RdmalabError):
+            probes.stop()
+        raise
+    gathered.extend(probes.stop())
 
 
 def measurement(
@@ -409,7 +409,7 @@ def measurement(
     """What the two answers come to: numbers with their proof, or a refusal without."""
     ours, theirs = found.answers[INITIATOR], found.answers[TARGET]
     deltas = (Snapshot.from_json(ours["deltas"]), Snapshot.from_json(theirs["deltas"]))
-    mtu = min(int(ours["mtu"]), int(theirs["mtu"]))
+    mtu = int(ours["mtu"]), int(theirs["mtu"])
     if tool == "perftest":
         work = _perftest_work(point, mtu)
         proof = judge(point, nodes, work, deltas, allowance=PERFTEST_CONTROL)
@@ -443,7 +443,7 @@ def measurement(
     return replace(plain, mib_s=carried / (1 << 20) / (slowest / 1e9))
 
 
-def _perftest_work(point: Point, mtu: int) -> Work:
+def _perftest_work(point: Point, mtu: tuple[int, int]) -> Work:
     both = (
         point.direction == "two-way"
         if point.kind == "bandwidth"
@@ -458,13 +458,3 @@ def total_seconds(point: Point) -> float:
     at its idle deadline long before."""
     messages = (point.iterations + point.warmup) * point.qps
     return 120.0 + messages * (0.02 + 2 * point.size / _SLOWEST)
-
-
-def describe(point: Point) -> str:
-    """A point in a few words."""
-    words = [point.transport, point.service, point.op, point.kind, f"{point.size} B", point.mode]
-    if point.qps != 1:
-        words.append(f"{point.qps} QPs")
-    if point.direction != "one-way":
-        words.append(point.direction)
-    return " ".join(words)

@@ -47,20 +47,15 @@ def _hardware(sent: str, received: str) -> Callable[[Snapshot], Pair]:
     return lambda deltas: (deltas.rdma.get(sent), deltas.rdma.get(received))
 
 
-def _tcp(deltas: Snapshot) -> Pair:
-    if deltas.tcp_sent is None or deltas.tcp_received is None:
-        return None, None
-    # What the exchange's own connection sent is no work of the measurement.
-    return (
-        deltas.tcp_sent - deltas.control_sent,
-        deltas.tcp_received - deltas.control_received,
-    )
-
-
 #: By ``Point.transport``. A driver that is not here cannot be proven, so it has no numbers.
 KINDS: Mapping[str, Kind] = {
     "rxe": Kind("rxe", "sent_pkts and rcvd_pkts", _hardware("sent_pkts", "rcvd_pkts"), True),
-    "tcp": Kind("tcp", "OutSegs and InSegs", _tcp, True),
+    "tcp": Kind(
+        "tcp",
+        "segs_out and segs_in",
+        lambda deltas: (deltas.tcp_sent, deltas.tcp_received),
+        True,
+    ),
 }
 
 
@@ -96,21 +91,22 @@ class Work:
         )
 
 
-def work_of(point: Point, mtu: int, sent: int, answered: int) -> Work:
+def work_of(point: Point, mtu: tuple[int, int], sent: int, answered: int) -> Work:
     """What ``sent`` messages posted by the initiator and ``answered`` by the target (its
-    own, in ping-pong and two-way) need. ``mtu`` is the path MTU, for tcp the segment's
-    payload, in bytes."""
+    own, in ping-pong and two-way) need. ``mtu`` is what a packet carries at most, in bytes,
+    from initiator to target and back: the path MTU, for tcp each end's segment size (which
+    differs, since it grows with what the peer takes)."""
     carried = (sent * point.size, answered * point.size)
     if point.transport == "tcp" and point.kind == "bandwidth":
         # A stream has no message borders: small messages share segments.
-        return Work((-(-carried[0] // mtu), -(-carried[1] // mtu)), carried)
-    each = packets(point.size, mtu)
+        return Work((-(-carried[0] // mtu[0]), -(-carried[1] // mtu[1])), carried)
+    out, back = packets(point.size, mtu[0]), packets(point.size, mtu[1])
     if point.op == "read":
         # A request is one packet; its answer carries the bytes the other way.
-        return Work((sent + answered * each, sent * each + answered), (carried[1], carried[0]))
+        return Work((sent + answered * out, sent * back + answered), (carried[1], carried[0]))
     if point.op in ("fetch_add", "cmp_swap"):
         return Work((sent + answered, sent + answered), carried)
-    return Work((sent * each, answered * each), carried)
+    return Work((sent * out, answered * back), carried)
 
 
 def judge(

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rdmalab.errors import RdmalabError, UsageError
-from rdmalab.measure.node import driver
-from rdmalab.measure.node.request import Request
+from rdmalab.measure.node.driver import Driver
+from rdmalab.measure.node.request import Request, describe
 
 SAMPLES_A_LINE = 20_000  # a line stays below what a reader takes as one
 
@@ -27,19 +27,20 @@ def main() -> int:
     # what we hold.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _say({"ready": True})
+    driver = Driver()
     for line in sys.stdin:
         if line.strip():
-            _serve(line)
+            _serve(driver, line)
     return 0
 
 
-def _serve(line: str) -> None:
+def _serve(driver: Driver, line: str) -> None:
     number = 0
     try:
         request = _parse(line)
         number = request.number
         print(
-            f"{request.role}: {request.tool} {driver.describe(request.point)}",
+            f"{request.role}: {request.tool} {describe(request.point)}",
             file=sys.stderr,
             flush=True,
         )

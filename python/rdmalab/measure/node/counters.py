@@ -3,15 +3,17 @@
 
 A snapshot is taken right before the work is started and right after both ends have ended
 it, by the process that does the work, so that nothing else of ours lies between. What the
-exchange's own connection sends in between is counted as well (``TCP_INFO``), so that it can
-be taken off.
+exchange's own connection sends in between is counted as well, so that it can be taken off.
+
+TCP is counted by the kernel for each connection (``TCP_INFO``). ``/proc/net/snmp`` would
+not do: it counts what GRO has merged as one segment, and every ssh beside.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,9 @@ _SEND_MSS = struct.Struct("=16xI")
 class Snapshot:
     """Counters at one moment, or their deltas. ``None``: not supported here.
 
-    ``rdma`` holds every counter of the device by name, ``tcp_sent`` and ``tcp_received``
-    the node's TCP segments, ``link_*`` the netdev's packets and bytes, ``control_*`` the
-    segments of the exchange's own connection.
+    ``rdma`` holds every counter of the device by name, ``tcp_*`` the segments of the work's
+    own connections (``None`` where it has none), ``link_*`` the netdev's packets and bytes,
+    ``control_*`` the segments of the exchange's connection.
     """
 
     rdma: Mapping[str, int | None]
@@ -61,15 +63,21 @@ def _delta(old: int | None, new: int | None) -> Any:
     return None if old is None or new is None else new - old
 
 
-def take(claim: Claim, control: socket.socket, root: Path = Path("/")) -> Snapshot:
-    """What the claim's device and netdev, TCP and ``control`` count now."""
+def take(
+    claim: Claim,
+    control: socket.socket,
+    data: Sequence[socket.socket] = (),
+    root: Path = Path("/"),
+) -> Snapshot:
+    """What the claim's device and netdev, the work's connections ``data`` and the
+    exchange's, ``control``, count now."""
     statistics = root / "sys/class/net" / claim.netdev / "statistics"
-    tcp = _snmp((root / "proc/net/snmp").read_text())
-    out, into = control_segments(control)
+    each = [segments(one) for one in data]
+    out, into = segments(control)
     return Snapshot(
         rdma=device_counters(claim.device, claim.port, root) if claim.device else {},
-        tcp_sent=tcp.get("OutSegs"),
-        tcp_received=tcp.get("InSegs"),
+        tcp_sent=sum(one[0] for one in each) if each else None,
+        tcp_received=sum(one[1] for one in each) if each else None,
         link_sent=_number(statistics / "tx_packets"),
         link_received=_number(statistics / "rx_packets"),
         link_sent_bytes=_number(statistics / "tx_bytes"),
@@ -95,7 +103,7 @@ def device_counters(device: str, port: int, root: Path = Path("/")) -> dict[str,
     return found
 
 
-def control_segments(connection: socket.socket) -> tuple[int, int]:
+def segments(connection: socket.socket) -> tuple[int, int]:
     """TCP segments sent and received on a connection so far."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.size)
     out, into = _SEGMENTS.unpack(info)
@@ -106,12 +114,6 @@ def send_mss(connection: socket.socket) -> int:
     """The most payload bytes of a segment that this end sends."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEND_MSS.size)
     return int(_SEND_MSS.unpack(info)[0])
-
-
-def _snmp(text: str) -> dict[str, int]:
-    """The ``Tcp:`` lines of /proc/net/snmp: names, then values."""
-    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("Tcp:")]
-    return dict(zip(lines[0], map(int, lines[1]), strict=True)) if len(lines) == 2 else {}
 
 
 def _number(path: Path) -> int | None:

@@ -26,13 +26,13 @@ import ipaddress
 import json
 import select
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rdmalab.errors import RdmalabError
-from rdmalab.measure.measurement import Point
 from rdmalab.measure.node import loops, perftest
 from rdmalab.measure.node.counters import Snapshot, send_mss, take
 from rdmalab.measure.node.request import INITIATOR, Request
@@ -96,25 +96,60 @@ class PeerError(RdmalabError):
     """The other end could not go on; its own answer says why."""
 
 
-def run(request: Request) -> Answer:
-    """One point. Raises RdmalabError: one line."""
-    loops.refuse(request.point)
-    connection = Connection(request)
-    with connection.channel:
+class Driver:
+    """Serves one request after another; remembers the RDMA device of each netdev, since
+    reading GID tables takes long under emulation."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, str] = {}
+
+    def run(self, request: Request) -> Answer:
+        """One point. Raises RdmalabError: one line."""
+        loops.refuse(request.point)
+        request = self._resolve(request)
+        connection = Connection(request)
+        with connection.channel:
+            try:
+                if request.tool == "perftest":
+                    return _run_perftest(request, connection)
+                if request.point.transport == "tcp":
+                    return _run_tcp(request, connection)
+                return _run_verbs(request, connection)
+            except PeerError:
+                raise
+            except RdmalabError as error:
+                connection.fail(str(error))
+                raise
+            except BaseException as error:
+                connection.fail(f"{type(error).__name__}: {error}")
+                raise
+
+    def _resolve(self, request: Request) -> Request:
+        """The request with its devices named."""
+        claim = request.claim
+        if not claim.device:
+            claim = replace(claim, device=self._device(request, claim.netdev))
+        return replace(request, claim=claim, device=request.device or claim.device)
+
+    def _device(self, request: Request, netdev: str) -> str:
+        """The RDMA device on ``netdev``; "" where there is none and TCP needs none."""
+        if netdev in self._devices:
+            return self._devices[netdev]
+        from rdmalab.rdma.endpoint import device_on
+
         try:
-            if request.tool == "perftest":
-                return _run_perftest(request, connection)
+            device = device_on(netdev)
+        except RdmalabError:
             if request.point.transport == "tcp":
-                return _run_tcp(request, connection)
-            return _run_verbs(request, connection)
-        except PeerError:
-            raise
-        except RdmalabError as error:
-            connection.fail(str(error))
-            raise
-        except BaseException as error:
-            connection.fail(f"{type(error).__name__}: {error}")
-            raise
+                return ""
+            if not request.setup or request.point.transport != "rxe":
+                raise
+            from rdmalab.rdma import softroce
+
+            device = softroce.setup(netdev, seconds=SETUP_S).device
+            print(f"set up {device}", file=sys.stderr, flush=True)
+        self._devices[netdev] = device
+        return device
 
 
 def _run_verbs(request: Request, connection: Connection) -> Answer:
@@ -187,7 +222,7 @@ def _run_tcp(request: Request, connection: Connection) -> Answer:
             total_s=request.total_s,
             control_fd=connection.socket.fileno(),
         )
-        outcome, deltas, seconds = _counted(request, connection, loop.run)
+        outcome, deltas, seconds = _counted(request, connection, loop.run, data)
         connection.step("checked")
         mss = min(send_mss(one) for one in data)
         return Answer(
@@ -234,19 +269,22 @@ def _run_perftest(request: Request, connection: Connection) -> Answer:
 
 
 def _counted(
-    request: Request, connection: Connection, work: Callable[[], Any]
+    request: Request,
+    connection: Connection,
+    work: Callable[[], Any],
+    data: Sequence[socket.socket] = (),
 ) -> tuple[Any, Snapshot, float]:
     """The work between two snapshots that lie before its start and after its end at both
     ends; its result, the deltas and its wall time in seconds."""
     connection.step("ready")
-    before = take(request.claim, connection.socket)
+    before = take(request.claim, connection.socket, data)
     connection.step("counted")
     start = time.monotonic()
     result = work()
     seconds = time.monotonic() - start
     # A passive target waits here for as long as the initiator works.
     connection.step("done", seconds=request.total_s + SETUP_S)
-    return result, take(request.claim, connection.socket).since(before), seconds
+    return result, take(request.claim, connection.socket, data).since(before), seconds
 
 
 def _profile(request: Request, slots: loops.Layout) -> Any:
@@ -341,13 +379,3 @@ def _blocking(one: socket.socket) -> socket.socket:
     # Python makes a socket with a timeout non-blocking beneath.
     one.settimeout(None)
     return one
-
-
-def describe(point: Point) -> str:
-    """A point in a few words, for progress lines."""
-    words = [point.transport, point.service, point.op, point.kind, f"{point.size} B", point.mode]
-    if point.qps != 1:
-        words.append(f"{point.qps} QPs")
-    if point.direction != "one-way":
-        words.append(point.direction)
-    return " ".join(words)

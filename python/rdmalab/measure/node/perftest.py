@@ -57,7 +57,9 @@ def command(
         raise UsageError("perftest cannot measure this", seen=why, todo="use --no-perftest")
     program = f"{_PROGRAMS[point.op]}_{'lat' if point.kind == 'latency' else 'bw'}"
     argv = [program, "-d", device, "-x", str(gid_index), "-m", str(mtu), "-p", str(port), "-F"]
-    argv += ["-n", str(point.iterations), "-I", str(inline)]
+    argv += ["-n", str(point.iterations)]
+    if point.op in ("send", "write", "write_imm"):
+        argv += ["-I", str(inline)]
     if point.op in ("fetch_add", "cmp_swap"):
         argv += ["-A", "FETCH_AND_ADD" if point.op == "fetch_add" else "CMP_AND_SWAP"]
     else:
@@ -155,6 +157,11 @@ def listens(port: int, root: Path = Path("/proc")) -> bool:
 
 
 def last_words(output: str) -> str:
-    """The last line that says something."""
-    lines = [line.strip() for line in output.splitlines() if line.strip(" -\t")]
+    """The last line that says something; perftest's own last one after a wrong option does
+    not."""
+    lines = [
+        line.strip()
+        for line in output.splitlines()
+        if line.strip(" -\t") and "Parser function exited" not in line
+    ]
     return lines[-1][:200] if lines else "no output"

@@ -17,7 +17,8 @@ TARGET = "target"
 @dataclass(frozen=True)
 class Claim:
     """Whose counters must move: the transport's kind (a key of ``proof.KINDS``), the RDMA
-    device (empty for none) and port, and the netdev of the link that is said to carry it."""
+    device (empty: the one on the netdev, if any) and port, and the netdev of the link that is
+    said to carry it."""
 
     kind: str
     device: str
@@ -29,11 +30,13 @@ class Claim:
 class Request:
     """One point for one end.
 
-    ``tool`` is ``"rdmalab"`` or ``"perftest"``. ``device`` is the RDMA device to open (not
-    used by tcp), ``address`` this end's IP address, ``peer`` the other's, ``port`` the TCP
-    port of the exchange at the target (perftest takes the next one). ``claim`` is what the
-    counters are taken from; it is the host's, and does not follow ``device``. ``idle_s``: no
-    progress for so long ends the point; ``total_s`` bounds it as a whole.
+    ``tool`` is ``"rdmalab"`` or ``"perftest"``. ``device`` is the RDMA device to open (empty:
+    the one on the claim's netdev; not used by tcp), ``setup`` whether SoftRoCE may be set up
+    there for transport rxe where it is missing, ``address`` this end's IP address, ``peer``
+    the other's, ``port`` the TCP port of the exchange at the target (perftest takes the next
+    one). ``claim`` is what the counters are taken from; it is the host's, and does not follow
+    ``device``. ``idle_s``: no progress for so long ends the point; ``total_s`` bounds it as a
+    whole.
     """
 
     number: int
@@ -49,6 +52,7 @@ class Request:
     profile: dict[str, Any] = field(default_factory=dict)
     idle_s: float = 20.0
     total_s: float = 600.0
+    setup: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,3 +72,15 @@ class Request:
                 seen=f"tool {request.tool!r}, role {request.role!r}",
             )
         return request
+
+
+def describe(point: Point) -> str:
+    """A point in a few words, for progress and errors."""
+    words = [point.transport, point.service, point.op, point.kind, f"{point.size} B", point.mode]
+    if point.transport == "tcp":
+        words.remove(point.service)
+    if point.qps != 1:
+        words.append(f"{point.qps} QPs")
+    if point.direction != "one-way":
+        words.append(point.direction)
+    return " ".join(words)

@@ -124,11 +124,11 @@ def write_report(
 ) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
-    Whatever is in the manifest is shown; ``name``, ``started`` and ``seconds`` are shown in
-    the head. Raises RdmalabError where the folder cannot be written.
+    Whatever is in the manifest (:mod:`rdmalab.lab.run`) is shown; its ``name``, ``started``
+    and ``ended`` make the head. Raises RdmalabError where the folder cannot be written.
     """
     path = run_folder / REPORT_NAME
-    page = render(run_folder.name, manifest, measurements)
+    page = render(run_folder.resolve().name, manifest, measurements)
     with replacing(path) as part:
         part.write_text(page, encoding="utf-8")
     return path
@@ -198,7 +198,7 @@ def render(
         axis=axis,
         probe_cells=probe_cells,
         probes_left_out=probes_left_out,
-        missing_probes=_missing_probes(measurements),
+        silent_probes=_silent_probes(measurements),
         measured=len(measurements),
         refused=refused,
         # A refusal is shown for each round that it befell; of a point that was proven every
@@ -210,21 +210,20 @@ def render(
 
 
 def _head(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    started, ended = _moment(manifest.get("started")), _moment(manifest.get("ended"))
     facts = []
-    if manifest.get("started"):
-        facts.append(("started", _moment(str(manifest["started"]))))
-    if isinstance(manifest.get("seconds"), (int, float)):
-        facts.append(("took", f"{manifest['seconds']:.0f} s"))
+    if started:
+        facts.append(("started", started.strftime("%Y-%m-%d %H:%M:%S %Z").strip()))
+    if started and ended and (started.tzinfo is None) == (ended.tzinfo is None):
+        facts.append(("took", f"{(ended - started).total_seconds():.0f} s"))
     return facts
 
 
-def _moment(written: str) -> str:
-    """An ISO 8601 moment for people; anything else as it is."""
+def _moment(written: object) -> datetime | None:
     try:
-        moment = datetime.fromisoformat(written)
+        return datetime.fromisoformat(str(written))
     except ValueError:
-        return written
-    return moment.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+        return None
 
 
 def _panel(facet: Facet, palette: Mapping[str, int]) -> _Panel:
@@ -363,14 +362,16 @@ def _probe_cells(cells: Sequence[Cell]) -> tuple[list[_ProbeCell], int]:
     return made, len(probed) - len(chosen)
 
 
-def _missing_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
-    """(node, probe, why) of probes that could not attach, each once."""
+def _silent_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
+    """(node, probe, why) of probes that show nothing in this run, each once: those that could
+    not attach, and those that were attached and counted nothing throughout."""
+    histograms = [one for measurement in measurements for one in measurement.histograms]
+    counted = {(one.node, one.probe) for one in histograms if one.buckets}
     return list(
         dict.fromkeys(
-            (one.node, charts.probe_title(one.probe, one.key), one.missing)
-            for measurement in measurements
-            for one in measurement.histograms
-            if one.missing
+            (one.node, charts.probe_title(one.probe, one.key), one.missing or "counted nothing")
+            for one in histograms
+            if one.missing or (one.node, one.probe) not in counted
         )
     )
 
