@@ -25,6 +25,8 @@ SCHEMA = json.loads(
     (Path(__file__).parents[2] / "docs" / "schemas" / "probe.schema.json").read_text()
 )
 ITERATIONS, WARMUP = 100, 10
+MESSAGES = ITERATIONS + WARMUP + 1
+"""The timed loop sends one more than was asked, untimed."""
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +79,16 @@ def _lost(histograms: tuple[Histogram, ...], node: str, probe: str) -> int:
 def test_sends_are_counted_at_both_ends_and_at_every_stage(lab: Lab, group: ProbeGroup) -> None:
     histograms = _measure(lab, group, op="send").histograms
     assert not [h for h in histograms if h.missing]
-    sent = ITERATIONS + WARMUP
     for node in ("node0", "node1"):
         lost = _lost(histograms, node, "post_to_completion")
         counted = _total(histograms, node, "post_to_completion", "SEND")
-        assert sent - lost <= counted <= sent, "one for each message of a ping-pong"
+        assert MESSAGES - lost <= counted <= MESSAGES, "one for each message of a ping-pong"
         lost = _lost(histograms, node, "stage_time")
         for stage in ("rxe_post_send", "rxe_requester", "rxe_receiver", "rxe_completer"):
-            assert _total(histograms, node, "stage_time", stage) >= sent - lost
+            assert _total(histograms, node, "stage_time", stage) >= MESSAGES - lost
         # a request and an acknowledgement for each message
         for stage in ("rxe_xmit_packet", "rxe_rcv"):
-            assert _total(histograms, node, "stage_time", stage) >= 2 * sent - lost
+            assert _total(histograms, node, "stage_time", stage) >= 2 * MESSAGES - lost
         for task in ("rxe_sender", "rxe_receiver"):
             assert _total(histograms, node, "work_delay", task) > 0
 
@@ -98,7 +99,7 @@ def test_polls_return_what_was_completed(lab: Lab, group: ProbeGroup) -> None:
         polls = [h for h in histograms if (h.node, h.probe) == (node, "completions_per_poll")]
         returned = sum(b.low * b.count for h in polls for b in h.buckets)
         # a send and a receive of each message; buckets below 8 hold one value each
-        assert returned == 2 * (ITERATIONS + WARMUP)
+        assert returned == 2 * MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,8 @@ def test_times_of_the_probes_fit_into_the_time_of_the_measurement(
         if (h.node, h.probe, h.key) == ("node0", "post_to_completion", "READ")
         for b in h.buckets
     )
-    # the probes have seen the warm-up as well
-    share = ITERATIONS / (ITERATIONS + WARMUP)
+    # the probes have seen the untimed ones as well
+    share = ITERATIONS / MESSAGES
     assert 0.2 * spent < inside * share < 1.5 * spent
 
 
@@ -155,8 +156,11 @@ def _agents(node: Node) -> list[str]:
     return node.run(["pgrep", "-f", "^python3 -m rdmalab.probe run"], check=False).stdout.split()
 
 
-@pytest.mark.parametrize("attach", ["auto", "name"])
-@pytest.mark.parametrize("end", ["stop", "kill -9", "TERM", "input closed", "ssh gone"])
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize(
+    ("end", "attach"),
+    [("stop", "auto"), ("kill -9", "auto"), ("kill -9", "name"), ("ssh gone", "auto")],
+)
 def test_nothing_is_left_behind(node0: Node, end: str, attach: str) -> None:
     _rxe(node0)
     before = _traces(node0)
@@ -178,11 +182,6 @@ def test_nothing_is_left_behind(node0: Node, end: str, attach: str) -> None:
             assert process.wait(30).status == 0
         elif end == "kill -9":
             node0.run(["kill", "-9", agent])
-        elif end == "TERM":
-            node0.run(["kill", "-TERM", agent])
-        elif end == "input closed":
-            process.stdin.close()
-            assert process.wait(30).status == 0
         else:
             process._local.kill()
         assert _settled(node0, before) == before
@@ -191,6 +190,7 @@ def test_nothing_is_left_behind(node0: Node, end: str, attach: str) -> None:
         process.stop()
 
 
+@pytest.mark.deadline(180)
 def test_one_session_is_cleared_and_read_many_times(node0: Node) -> None:
     _rxe(node0)
     with ProbeSession(node0, ["work_delay"]) as probes:
@@ -201,6 +201,7 @@ def test_one_session_is_cleared_and_read_many_times(node0: Node) -> None:
             assert histograms[0].node == node0.name
 
 
+@pytest.mark.deadline(180)
 def test_without_the_driver_the_probes_say_so(node0: Node) -> None:
     """And do not fail: a measurement over TCP has nothing of it to show."""
     netdev = node0.links["roce0"].netdev
