@@ -139,17 +139,22 @@ def test_a_datagram_over_the_path_mtu_is_refused_by_name(lab: Lab, pair: bench.P
 
 @pytest.fixture
 def side_road(node0: Node, node1: Node) -> Iterator[tuple[str, str]]:
-    """A second RDMA device on each node, on a macvlan of the same link: the addresses."""
+    """A second RDMA device on each node, on a macvlan of the same link: the addresses.
+
+    Neighbours are set by hand: roce0 would answer for the macvlan's address as well, and
+    whoever believes it sends to the other device.
+    """
     script = (
-        "modprobe macvlan && ip link add link roce0 name side type macvlan mode bridge"
-        " && ip addr add $1/24 dev side && ip link set side up"
+        "modprobe macvlan"
+        " && ip link add link roce0 name side address 02:99:00:00:00:$1 type macvlan mode bridge"
+        " && ip addr add 10.99.0.${1#0}/24 dev side && ip link set side up"
+        " && ip neigh replace 10.99.0.${2#0} lladdr 02:99:00:00:00:$2 dev side"
         " && rdma link add rxe_side type rxe netdev side"
     )
-    addresses = ("10.99.0.1", "10.99.0.2")
     try:
-        for node, address in zip((node0, node1), addresses, strict=True):
-            node.run(["sh", "-c", script, "side", address])
-        yield addresses
+        for node, own, other in ((node0, "01", "02"), (node1, "02", "01")):
+            node.run(["sh", "-c", script, "side", own, other])
+        yield "10.99.0.1", "10.99.0.2"
     finally:
         for node in (node0, node1):
             node.run(["sh", "-c", "rdma link del rxe_side; ip link del side"], check=False)
