@@ -25,7 +25,7 @@ from rdmalab.probe.histogram import Histogram
 
 DRIVER = "rdmalab.measure.node"
 BASE_PORT = 18600
-IDLE_S = 20.0
+IDLE_S = 10.0
 START_S = 120.0  # for Python to start and ship under emulation
 _ENDING_S = 5.0
 _SLOWEST = 1 << 20  # bytes per second below which a measurement is given up
