@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +21,10 @@ from rdmalab.cli.report import report
 from rdmalab.errors import RdmalabError, UsageError
 from rdmalab.lab.run import SCHEMA as MANIFEST_SCHEMA
 from rdmalab.measure.measurement import Measurement
+from rdmalab.measure.report.charts import probe_figures
 from rdmalab.measure.report.page import regenerate, render, write_report
 from rdmalab.measure.report.runs import find_run
+from rdmalab.measure.report.series import to_cells
 from rdmalab.measure.report.store import write_measurements
 from rdmalab.probe.histogram import Bucket, Histogram
 
@@ -253,7 +256,8 @@ def test_an_unsupported_counter_is_called_so() -> None:
 
 def test_probes_of_rounds_are_added_up_and_missing_ones_named() -> None:
     text = _Page(page_of(report_data.table_run())).text
-    assert "node0 (6000 events)" in text
+    assert "node0: 6000 events, median < " in text
+    assert "idle on node0: counted nothing" in text
     assert "driver: rxe_sender on node0: no function rxe_sender in this kernel" in text
 
 
@@ -265,6 +269,34 @@ def test_events_that_a_probe_lost_are_said() -> None:
     lossy = Histogram("node1", "post_to_completion", "SEND", "ns", (Bucket(1, 2, 9),), "", 7)
     runs = [report_data.measurement(histograms=(lossy,))] * 2
     assert "the probe lost 14 events on node1" in _Page(page_of(runs)).text
+
+
+def test_equal_counts_are_equal_areas_in_a_times_histogram() -> None:
+    # Two buckets, one doubling and two doublings wide, with a gap between them.
+    histogram = Histogram(
+        "node0", "driver", "x", "ns", (Bucket(128, 256, 100), Bucket(1024, 4096, 100))
+    )
+    (figure,) = probe_figures(to_cells([report_data.measurement(histograms=(histogram,))])[0])
+    path = re.search(r'outline" d="M([^"]*)"', figure.svg)
+    assert path
+    points = [tuple(map(float, point.split())) for point in path[1].split("L")]
+    base = points[0][1]
+    areas = [
+        (right - left) * (base - top)
+        for (left, top), (right, same) in pairwise(points)
+        if top == same and top < base
+    ]
+    assert len(areas) == 2
+    assert areas[0] == pytest.approx(areas[1], rel=0.01)
+
+
+def test_counts_keep_room_for_a_gap() -> None:
+    histogram = Histogram(
+        "node0", "completions_per_poll", "", "count", (Bucket(0, 1, 4), Bucket(3, 4, 4))
+    )
+    (figure,) = probe_figures(to_cells([report_data.measurement(histograms=(histogram,))])[0])
+    labels = re.findall(r">([\d.]+)</text>", figure.svg)
+    assert labels[-3:] == ["0", "1..2", "3"]
 
 
 def test_an_empty_run_has_a_page() -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rdmalab.errors import NodeLost, RdmalabError, UsageError
 
-VERSION = "1"
+VERSION = "2"
 #: marks that the timed loops set (measure/node/native/count_mark.h)
 BEGIN, END = 1, 2
 _SECONDS = 60.0
@@ -32,11 +32,13 @@ class Mark:
 @dataclass(frozen=True)
 class Delta:
     """Instructions between two marks: of user space (all processes), and of the kernel by the
-    address where the translated block began. ``ns``: the time between them."""
+    address where the translated block began. ``entries`` is how often a block was entered,
+    where that is known. ``ns``: the time between the marks."""
 
     user: int
     kernel: Mapping[int, int]
     ns: int
+    entries: Mapping[int, int] = field(default_factory=dict)
 
 
 class Counter:
@@ -86,14 +88,17 @@ class Counter:
         return found
 
     def delta(self, begin: Mark, end: Mark) -> Delta:
-        user, kernel = 0, {}
+        user, kernel, entries = 0, {}, {}
         for line in self._ask(f"delta {begin.number} {end.number}")[:-1]:
             kind, *words = line.split()
             if kind == "user":
                 user = int(words[0])
-            else:
-                kernel[int(words[0], 16)] = int(words[1])
-        return Delta(user, kernel, end.ns - begin.ns)
+                continue
+            address, executed, size = int(words[0], 16), int(words[1]), int(words[2])
+            kernel[address] = executed
+            if size:
+                entries[address] = executed // size
+        return Delta(user, kernel, end.ns - begin.ns, entries)
 
     def reset(self) -> None:
         """Forget the marks."""

@@ -4,12 +4,15 @@ blur.
 
 A measurement is run at two iteration counts under QEMU's counting plugin. What differs
 between them, divided by the difference of the counts, is the cost of one round trip; what a
-run costs once is in both and cancels. What goes on per second, not per round trip (timer
-ticks of an idle guest), does not cancel: it is measured before and said beside.
+run costs once is in both and cancels. What goes on per second and not per round trip, the
+timer's interrupts, does not: on a busy host a round trip takes longer and has more of them. So
+they are counted, what one costs is measured on a guest that does nothing else, and a total
+without them stands beside the total.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +32,16 @@ COUNTS = (500, 1500)
 ROUNDS = 3
 #: All of user space, every process of the node: a block's address does not tell whose it is.
 USER = Function("(user space)")
-_IDLE_SECONDS = 2.0
+#: Where an interrupt of the CPU's timer enters the kernel (arch/x86/include/asm/idtentry.h).
+TIMER_ENTRY = "asm_sysvec_apic_timer_interrupt"
+_BACKGROUND_SECONDS = 4.0
 
 Progress = Callable[[str], None]
 
 
 class Node(bench.Node, Protocol):
     def run(self, argv: Sequence[str], *, timeout: float = ..., check: bool = ...) -> Any: ...
+    def popen(self, argv: Sequence[str]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -65,26 +71,30 @@ class Figure:
 
 @dataclass(frozen=True)
 class FunctionCost:
-    """Instructions a round trip in one function: over all nodes, and the median of each."""
+    """Instructions a round trip in one function: over all nodes, and the median of each.
+    ``calls`` is how often it was entered at its first instruction, None where unknown."""
 
     function: Function
     all: Figure
     nodes: Mapping[str, float]
+    calls: float | None = None
 
 
 @dataclass(frozen=True)
 class NodeCost:
     """Instructions a round trip on one node. ``bracket`` tells what was counted: "loop" (the
     node's program marked its timed loop) or "run" (all between request and answer, of which
-    the slope takes what depends on the count). ``idle`` is what the node would have executed
-    doing nothing for as long as a round trip takes, an upper bound of what background there
-    is in the other figures."""
+    the slope takes what depends on the count). ``idle`` is what the node executes doing nothing
+    for as long as a round trip takes. ``timer`` are timer interrupts a round trip,
+    ``timer_cost`` the kernel's instructions for one."""
 
     node: str
     bracket: str
     kernel: Figure
     user: Figure
     idle: float
+    timer: Figure
+    timer_cost: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,25 @@ class Instructions:
         pairs = zip(self.kernel.rounds, self.user.rounds, strict=True)
         return Figure(tuple(kernel + user for kernel, user in pairs))
 
+    @property
+    def without_timer(self) -> Figure:
+        """The total less what the counted timer interrupts cost."""
+        return Figure(
+            tuple(
+                all_ - sum(node.timer.rounds[i] * node.timer_cost for node in self.nodes)
+                for i, all_ in enumerate(self.total.rounds)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Background:
+    """What a node does by itself: executed while idle, and while a program spun in user space
+    and the kernel had nothing but its timer to serve."""
+
+    idle: Delta
+    spinning: Delta
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -118,9 +147,6 @@ class Sample:
     iterations: int
     bracket: str
     delta: Delta
-
-
-Costs = dict[Function, float]
 
 
 def run(
@@ -153,7 +179,8 @@ def run(
         # The first run translates, faults pages in and fills caches that the others find.
         progress(f"{describe(point)}: warming up")
         pair.run("rdmalab", replace(point, iterations=low))
-        idle = _idle([counters[node.name] for node in nodes])
+        progress("what the nodes do by themselves")
+        background = _background(nodes, counters)
         for turn in range(rounds):
             found: dict[int, dict[str, Sample]] = {}
             # Who goes first changes, so that a drift within a round favours neither.
@@ -168,7 +195,7 @@ def run(
     progress(f"{describe(point)}: naming functions")
     symbols = {node.name: _symbols(node) for node in nodes}
     return combine(
-        replace(point, iterations=high), where.link, counts, samples, symbols, idle,
+        replace(point, iterations=high), where.link, counts, samples, symbols, background,
         min(proofs, key=_least_covered), setting,
     )  # fmt: skip
 
@@ -218,20 +245,27 @@ def bracket_of(marks: Sequence[Mark]) -> tuple[Mark, Mark, str]:
     return ours[0], ours[-1], "run"
 
 
-def _idle(counters: Sequence[Counter]) -> dict[str, float]:
-    """Instructions a nanosecond of each node while nothing is asked of it."""
-    begins = {}
-    for counter in counters:
-        counter.reset()
-        begins[counter.node] = counter.mark()
-    time.sleep(_IDLE_SECONDS)
-    rates = {}
-    for counter in counters:
-        counter.mark()
-        first, *_, last = counter.marks()
-        executed = last.kernel + last.user - first.kernel - first.user
-        rates[counter.node] = executed / (last.ns - first.ns)
-    return rates
+def _background(nodes: Sequence[Node], counters: Mapping[str, Counter]) -> dict[str, Background]:
+    def interval() -> dict[str, Delta]:
+        for counter in counters.values():
+            counter.reset()
+            counter.mark()
+        time.sleep(_BACKGROUND_SECONDS)
+        deltas = {}
+        for name, counter in counters.items():
+            counter.mark()
+            first, *_, last = counter.marks()
+            deltas[name] = counter.delta(first, last)
+        return deltas
+
+    idle = interval()
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            spin = node.popen(["sh", "-c", "echo; while :; do :; done"])
+            stack.callback(spin.stop)
+            spin.stdout.readline(60.0)
+        spinning = interval()
+    return {name: Background(idle[name], spinning[name]) for name in idle}
 
 
 def _symbols(node: Node) -> Symbols:
@@ -243,18 +277,51 @@ def _least_covered(measured: Measurement) -> float:
     return min((share for share in coverage(measured.proof) if share is not None), default=0.0)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Instructions a round trip by function (user space as USER), and calls of the functions
+    whose entries could be counted."""
+
+    executed: Mapping[Function, float]
+    calls: Mapping[Function, float]
+    ns: float
+
+    @property
+    def kernel(self) -> float:
+        return sum(value for function, value in self.executed.items() if function != USER)
+
+
 def slope(low: Sample, high: Sample, symbols: Symbols) -> Costs:
-    """Instructions a round trip by function, user space as USER."""
-    cost: Costs = {}
+    """What one round trip more costs."""
     executed: Multiset[Function] = Multiset()
+    calls: Multiset[Function] = Multiset()
+    uncounted: set[Function] = set()
     for sign, sample in ((1, high), (-1, low)):
         for address, instructions in sample.delta.kernel.items():
             executed[symbols.find(address)] += sign * instructions
+            entered = symbols.entered(address)
+            if entered is None:
+                continue
+            if address in sample.delta.entries:
+                calls[entered] += sign * sample.delta.entries[address]
+            else:
+                uncounted.add(entered)
         executed[USER] += sign * sample.delta.user
     trips = high.iterations - low.iterations
-    for function, instructions in executed.items():
-        cost[function] = instructions / trips
-    return cost
+    return Costs(
+        {function: value / trips for function, value in executed.items()},
+        {f: value / trips for f, value in calls.items() if f not in uncounted},
+        (high.delta.ns - low.delta.ns) / trips,
+    )
+
+
+def timer_interrupts(delta: Delta, symbols: Symbols) -> int:
+    """How many were served, 0 where the kernel has another way in."""
+    return sum(
+        entries
+        for address, entries in delta.entries.items()
+        if symbols.entered(address) == Function(TIMER_ENTRY)
+    )
 
 
 def combine(
@@ -263,57 +330,30 @@ def combine(
     counts: tuple[int, int],
     samples: Mapping[str, Sequence[tuple[Sample, Sample]]],
     symbols: Mapping[str, Symbols],
-    idle: Mapping[str, float],
+    background: Mapping[str, Background],
     proof: Measurement,
     setting: bench.Setting,
 ) -> Instructions:
-    """The result of all rounds: ``samples`` by node, a (low, high) pair a round; ``idle``
-    in instructions a nanosecond. Functions by cost, the dearest first."""
+    """The result of all rounds: ``samples`` by node, a (low, high) pair a round. Functions by
+    cost, the dearest first."""
     costs = {
         name: [slope(low, high, symbols[name]) for low, high in pairs]
         for name, pairs in samples.items()
     }
-    rounds = range(len(next(iter(costs.values()))))
-    ns = {
-        name: [
-            (high.delta.ns - low.delta.ns) / (high.iterations - low.iterations)
-            for low, high in pairs
-        ]
-        for name, pairs in samples.items()
-    }
-    nodes = []
-    for name, pairs in samples.items():
-        brackets = {sample.bracket for pair in pairs for sample in pair}
-        nodes.append(
-            NodeCost(
-                node=name,
-                bracket="loop" if brackets == {"loop"} else "run",
-                kernel=Figure(tuple(_kernel(cost) for cost in costs[name])),
-                user=Figure(tuple(cost.get(USER, 0.0) for cost in costs[name])),
-                idle=idle[name] * median(ns[name]),
-            )
-        )
-    functions = []
-    for function in sorted({f for all_ in costs.values() for cost in all_ for f in cost}):
-        each = {name: [c.get(function, 0.0) for c in costs[name]] for name in costs}
-        functions.append(
-            FunctionCost(
-                function,
-                Figure(tuple(sum(values[i] for values in each.values()) for i in rounds)),
-                {name: median(values) for name, values in each.items()},
-            )
-        )
-    functions.sort(key=lambda cost: -cost.all.median)
-    first = next(iter(samples))
+    nodes = tuple(
+        _node_cost(name, samples[name], costs[name], symbols[name], background[name])
+        for name in samples
+    )
+    rounds = range(len(nodes[0].kernel.rounds))
     return Instructions(
         point=point,
         link=link,
         counts=counts,
-        nodes=tuple(nodes),
-        functions=tuple(functions),
+        nodes=nodes,
+        functions=_function_costs(costs, rounds),
         kernel=Figure(tuple(sum(node.kernel.rounds[i] for node in nodes) for i in rounds)),
         user=Figure(tuple(sum(node.user.rounds[i] for node in nodes) for i in rounds)),
-        us=Figure(tuple(value / 1000 for value in ns[first])),
+        us=Figure(tuple(cost.ns / 1000 for cost in costs[nodes[0].node])),
         proof=proof,
         accelerator=setting.accelerator,
         vcpus=setting.vcpus,
@@ -321,8 +361,50 @@ def combine(
     )
 
 
-def _kernel(cost: Costs) -> float:
-    return sum(value for function, value in cost.items() if function != USER)
+def _node_cost(
+    name: str,
+    pairs: Sequence[tuple[Sample, Sample]],
+    costs: Sequence[Costs],
+    symbols: Symbols,
+    background: Background,
+) -> NodeCost:
+    brackets = {sample.bracket for pair in pairs for sample in pair}
+    timer = Function(TIMER_ENTRY)
+    spinning, idle = background.spinning, background.idle
+    served = timer_interrupts(spinning, symbols)
+    return NodeCost(
+        node=name,
+        bracket="loop" if brackets == {"loop"} else "run",
+        kernel=Figure(tuple(cost.kernel for cost in costs)),
+        user=Figure(tuple(cost.executed.get(USER, 0.0) for cost in costs)),
+        idle=(sum(idle.kernel.values()) + idle.user) / idle.ns * median(cost.ns for cost in costs),
+        timer=Figure(tuple(cost.calls.get(timer, 0.0) for cost in costs)),
+        timer_cost=sum(spinning.kernel.values()) / served if served else 0.0,
+    )
+
+
+def _function_costs(
+    costs: Mapping[str, Sequence[Costs]], rounds: Sequence[int]
+) -> tuple[FunctionCost, ...]:
+    found = []
+    every = [cost for each in costs.values() for cost in each]
+    for function in sorted({function for cost in every for function in cost.executed}):
+        each = {
+            name: [cost.executed.get(function, 0.0) for cost in node]
+            for name, node in costs.items()
+        }
+        # Where it ran without its entry being counted in some round, the sum would be short.
+        counted = all(function in c.calls for c in every if c.executed.get(function))
+        calls = [sum(node[i].calls.get(function, 0.0) for node in costs.values()) for i in rounds]
+        found.append(
+            FunctionCost(
+                function,
+                Figure(tuple(sum(values[i] for values in each.values()) for i in rounds)),
+                {name: median(values) for name, values in each.items()},
+                median(calls) if counted and function != USER else None,
+            )
+        )
+    return tuple(sorted(found, key=lambda cost: -cost.all.median))
 
 
 # -- what --json prints (docs/schemas/instructions.schema.json) ----------------------------
@@ -340,6 +422,7 @@ class FunctionCell(TypedDict):
     function: str
     module: str
     instructions: FigureCell
+    calls: float | None
     nodes: dict[str, float]
 
 
@@ -349,6 +432,8 @@ class NodeCell(TypedDict):
     kernel: FigureCell
     user: FigureCell
     idle: float
+    timer_interrupts: FigureCell
+    timer_interrupt_cost: float
 
 
 class Row(TypedDict):
@@ -367,6 +452,7 @@ class Row(TypedDict):
     counts: list[int]
     rounds: int
     total: FigureCell
+    without_timer: FigureCell
     kernel_instructions: FigureCell
     user_instructions: FigureCell
     us: FigureCell
@@ -394,6 +480,7 @@ def to_row(result: Instructions) -> Row:
         counts=list(result.counts),
         rounds=len(result.total.rounds),
         total=_figure(result.total),
+        without_timer=_figure(result.without_timer),
         kernel_instructions=_figure(result.kernel),
         user_instructions=_figure(result.user),
         us=_figure(result.us),
@@ -404,6 +491,8 @@ def to_row(result: Instructions) -> Row:
                 kernel=_figure(node.kernel),
                 user=_figure(node.user),
                 idle=_rounded(node.idle),
+                timer_interrupts=_figure(node.timer),
+                timer_interrupt_cost=_rounded(node.timer_cost),
             )
             for node in result.nodes
         ],
@@ -412,6 +501,7 @@ def to_row(result: Instructions) -> Row:
                 function=cost.function.name,
                 module=cost.function.module,
                 instructions=_figure(cost.all),
+                calls=None if cost.calls is None else _rounded(cost.calls),
                 nodes={name: _rounded(value) for name, value in cost.nodes.items()},
             )
             for cost in result.functions

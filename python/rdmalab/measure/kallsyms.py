@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rdmalab.errors import RdmalabError
 
+_COLD = ".cold"
 _LINE = re.compile(r"([0-9a-f]+) ([tTwW]) (\S+)(?:\s+\[(\S+)\])?")
 
 
@@ -29,27 +30,34 @@ class Symbols:
 
     def __init__(self, functions: Iterable[tuple[int, str, Function]]) -> None:
         """``functions``: (address, the type letter of nm, function). Of several names of one
-        address the global one stands (they sort first), then the shortest."""
+        address the global one stands, then the shortest. ``foo.cold`` is foo: the part of it
+        that the compiler put aside."""
         best: dict[int, tuple[bool, int, Function]] = {}
+        self._entries: dict[int, Function] = {}
         for address, letter, function in functions:
+            if function.name.endswith(_COLD):
+                function = Function(function.name.removesuffix(_COLD), function.module)
+            else:
+                self._entries[address] = function
             rank = (letter != "T", len(function.name), function)
             if address not in best or rank < best[address]:
                 best[address] = rank
         self._addresses = sorted(best)
         self._functions = [best[address][2] for address in self._addresses]
+        for address in self._entries:
+            self._entries[address] = best[address][2]
 
     @classmethod
     def parse(cls, text: str, node: str = "") -> Symbols:
         """Raises RdmalabError where the node hides its addresses or gave no functions.
 
-        ``foo.cold`` counts as foo: it is the part of foo that the compiler put aside.
         ``__pfx_foo`` is padding before foo, in which nothing runs.
         """
         found = []
         for match in _LINE.finditer(text):
-            name = match[3].removesuffix(".cold")
-            if not name.startswith("__pfx_"):
-                found.append((int(match[1], 16), match[2], Function(name, match[4] or "")))
+            if not match[3].startswith("__pfx_"):
+                function = Function(match[3], match[4] or "")
+                found.append((int(match[1], 16), match[2], function))
         if not found:
             raise RdmalabError("/proc/kallsyms names no functions", node=node)
         if not any(address for address, _, _ in found):
@@ -67,3 +75,7 @@ class Symbols:
         """The function that ``address`` lies in; UNKNOWN below the first one."""
         index = bisect_right(self._addresses, address) - 1
         return self._functions[index] if index >= 0 else UNKNOWN
+
+    def entered(self, address: int) -> Function | None:
+        """The function that begins at ``address``, None where none does."""
+        return self._entries.get(address)

@@ -198,7 +198,7 @@ def render(
         axis=axis,
         probe_cells=probe_cells,
         probes_left_out=probes_left_out,
-        missing_probes=_missing_probes(measurements),
+        silent_probes=_silent_probes(measurements),
         measured=len(measurements),
         refused=refused,
         # A refusal is shown for each round that it befell; of a point that was proven every
@@ -362,14 +362,16 @@ def _probe_cells(cells: Sequence[Cell]) -> tuple[list[_ProbeCell], int]:
     return made, len(probed) - len(chosen)
 
 
-def _missing_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
-    """(node, probe, why) of probes that could not attach, each once."""
+def _silent_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
+    """(node, probe, why) of probes that show nothing in this run, each once: those that could
+    not attach, and those that were attached and counted nothing throughout."""
+    histograms = [one for measurement in measurements for one in measurement.histograms]
+    counted = {(one.node, one.probe) for one in histograms if one.buckets}
     return list(
         dict.fromkeys(
-            (one.node, charts.probe_title(one.probe, one.key), one.missing)
-            for measurement in measurements
-            for one in measurement.histograms
-            if one.missing
+            (one.node, charts.probe_title(one.probe, one.key), one.missing or "counted nothing")
+            for one in histograms
+            if one.missing or (one.node, one.probe) not in counted
         )
     )
 
