@@ -24,7 +24,7 @@ lint: .venv/.stamp ## ruff, mypy --strict, checkpatch and sparse
 unit: .venv/.stamp ## the unit tests alone: seconds, no root
 	@.venv/bin/pytest tests/unit
 bench: .venv/.stamp ## latency, bandwidth, instructions and probe overhead, with spreads
-	@$(RDMALAB) bench all --kernel $(KERNEL)
+	@tools/bench $(KERNEL)
 update: .venv/.stamp ## look for newer packages and kernels than the lock file's
 	@$(RDMALAB) update
 clean:     ## delete what was built (the lock file and results stay)

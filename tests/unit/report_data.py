@@ -6,33 +6,39 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from rdmalab.measure.measurement import Counters, Measurement, Point, Proof
+from rdmalab.probe.buckets import BUCKETS, bucket_of, to_buckets
 from rdmalab.probe.histogram import Bucket, Histogram
 
 KERNEL = "7.3.4+deb13-amd64"
 NODES = ("node0", "node1")
 
 MANIFEST: dict[str, Any] = {
-    "name": "table",
+    "schema": 1,
+    "name": "vm-test",
+    "rdmalab": "0.1.0",
+    "git": {"revision": "3f9c2ab4d6e1c0b7a9f8e7d6c5b4a39281706f5e", "dirty": False},
+    "argv": ["rdmalab", "vm-test"],
     "started": "2026-11-30T18:42:07+00:00",
-    "seconds": 143.2,
-    "git_revision": "3f9c2ab4d6e1",
+    "ended": "2026-11-30T18:44:30+00:00",
+    "exit_status": 0,
+    "counts": {"passed": 14, "failed": 0},
     "seed": 20261130,
-    "accelerator": "tcg",
-    "accelerator_reason": "no vmx or svm flag",
-    "vcpus": 1,
-    "kernel": KERNEL,
-    "mode": "fast",
-    "topology": {"name": "pair", "nodes": ["node0", "node1"], "links": [{"name": "roce0"}]},
-    "versions": {
-        "rdmalab": "0.1.0",
-        "qemu": "11.1.3",
-        "rdma-core": "56.1-1",
-        "perftest": "25.01.0",
-        "python": "3.13.5",
+    "lab": {
+        "name": "vm-test",
+        "tier": "stock",
+        "kernel": KERNEL,
+        "accelerator": "tcg",
+        "vcpus": 1,
+        "mode": "fast",
+        "topology": "pair",
+        "slow_factor": 1.4,
+        "nodes": ["node0", "node1"],
     },
+    "versions": {"qemu-system-x86": "11.1.3", "rdma-core": "56.1-1", "perftest": "25.01.0"},
 }
 
 
@@ -64,6 +70,7 @@ def refused(transport: str, packets: int) -> Proof:
     )
 
 
+@cache  # a sweep has hundred thousands of samples, which many tests only read
 def measurement(
     *,
     tool: str = "rdmalab",
@@ -113,8 +120,9 @@ def measurement(
     )
 
 
+@cache
 def probes(seed: int, scale: float = 1.0) -> tuple[Histogram, ...]:
-    """What the probes of one measurement leave: power-of-two buckets on both nodes."""
+    """What the probes of one measurement leave on both nodes, in the buckets that they count in."""
     chance = random.Random(seed)
     found = []
     for node in NODES:
@@ -128,9 +136,10 @@ def probes(seed: int, scale: float = 1.0) -> tuple[Histogram, ...]:
             ("workqueue_delay", "rxe_wq", 84_000.0),
         ):
             values = [int(median * scale * math.exp(chance.gauss(0, 0.5))) for _ in range(2000)]
-            found.append(Histogram(node, probe, key, "ns", _power_of_two(values)))
-        polls = (Bucket(0, 1, 412), Bucket(1, 2, 1913), Bucket(2, 4, 41), Bucket(4, 8, 3))
+            found.append(Histogram(node, probe, key, "ns", _counted(values)))
+        polls = (Bucket(0, 1, 412), Bucket(1, 2, 1913), Bucket(2, 3, 41), Bucket(5, 6, 3))
         found.append(Histogram(node, "completions_per_poll", "", "count", polls))
+        found.append(Histogram(node, "idle", "", "ns"))
         found.append(
             Histogram(
                 node, "driver", "rxe_sender", "ns", (), "no function rxe_sender in this kernel"
@@ -139,12 +148,9 @@ def probes(seed: int, scale: float = 1.0) -> tuple[Histogram, ...]:
     return tuple(found)
 
 
-def _power_of_two(values: list[int]) -> tuple[Bucket, ...]:
-    powers = [max(value, 1).bit_length() - 1 for value in values]
-    return tuple(
-        Bucket(2**power, 2 ** (power + 1), powers.count(power))
-        for power in range(min(powers), max(powers) + 1)
-    )
+def _counted(values: list[int]) -> tuple[Bucket, ...]:
+    indices = [bucket_of(value) for value in values]
+    return to_buckets([indices.count(index) for index in range(BUCKETS)])
 
 
 def table_run() -> list[Measurement]:

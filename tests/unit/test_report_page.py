@@ -7,22 +7,28 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jsonschema
 import pytest
 import report_data
 from click.testing import CliRunner
 
 from rdmalab.cli.report import report
 from rdmalab.errors import RdmalabError, UsageError
+from rdmalab.lab.run import SCHEMA as MANIFEST_SCHEMA
 from rdmalab.measure.measurement import Measurement
+from rdmalab.measure.report.charts import probe_figures
 from rdmalab.measure.report.page import regenerate, render, write_report
 from rdmalab.measure.report.runs import find_run
+from rdmalab.measure.report.series import to_cells
 from rdmalab.measure.report.store import write_measurements
 from rdmalab.probe.histogram import Bucket, Histogram
 
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench.schema.json"
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -70,7 +76,9 @@ def sweep() -> str:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "results" / "20261130-184207-table"
+    (tmp_path / "vm").mkdir()
+    (tmp_path / "vm" / "packages.toml").touch()
+    folder = tmp_path / "results" / "20261130T184207Z-table"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps(report_data.MANIFEST))
     write_measurements(folder / "measurements.parquet", report_data.table_run())
@@ -132,17 +140,18 @@ def test_a_phone_gets_its_own_layout(sweep: str) -> None:
 
 
 def test_a_whole_sweep_stays_under_a_megabyte() -> None:
+    probed = report_data.measurement(histograms=report_data.probes(1))
     runs = [
-        report_data.measurement(
-            transport=transport, op=op, mode=mode, size=2**power, seed=number,
-            histograms=report_data.probes(power),
+        replace(
+            probed,
+            point=replace(probed.point, transport=transport, op=op, mode=mode, size=2**power),
         )
-        for number in range(2)
-        for op in ("send", "write")
+        for _ in range(3)
+        for op in ("send", "write", "read")
         for mode in ("event", "poll")
-        for power in range(1, 24, 2)
+        for power in range(1, 24)
         for transport in ("rxe", "tcp")
-    ]  # fmt: skip
+    ]
     assert len(page_of(runs).encode()) < 1_000_000
 
 
@@ -186,7 +195,9 @@ def test_it_says_where_it_was_measured_and_what_that_means(sweep: str) -> None:
     assert "kernel 7.3.4+deb13-amd64" in text
     assert "started 2026-11-30 18:42:07 UTC" in text
     assert "a time here is no speed" in text
-    assert "versions.qemu 11.1.3" in text
+    assert "took 143 s" in text
+    assert "versions.qemu-system-x86 11.1.3" in text
+    assert "lab.topology pair" in text
 
 
 def test_a_refusal_is_at_the_head_with_its_reason(sweep: str) -> None:
@@ -204,6 +215,26 @@ def test_a_refused_measurement_is_in_no_chart_and_no_figure() -> None:
     text = page_of([secret])
     assert '<svg class="chart' not in text
     assert "123456" not in text
+
+
+def test_a_curve_is_broken_where_a_size_was_refused() -> None:
+    def bandwidths(verdict: str) -> str:
+        runs = [
+            report_data.measurement(kind="bandwidth", mib_s=10.0, size=2**power)
+            for power in range(1, 8)
+        ]
+        runs[3] = replace(runs[3], proof=replace(runs[3].proof, verdict=verdict))
+        return page_of(runs)
+
+    assert bandwidths("proven").count('<path class="c0 line"') == 2  # wide and narrow
+    assert bandwidths("refused").count('<path class="c0 line"') == 4
+
+
+def test_a_refused_round_is_not_drawn_among_proven_ones() -> None:
+    good = report_data.measurement()
+    bad = replace(good, proof=report_data.refused("rxe", 2000))
+    assert page_of([good, good, good]).count('<path class="c0 line"') == 3
+    assert page_of([good, bad, good]).count('<path class="c0 line"') == 2
 
 
 def test_figures_and_ranges_of_rounds_are_in_the_table() -> None:
@@ -225,8 +256,47 @@ def test_an_unsupported_counter_is_called_so() -> None:
 
 def test_probes_of_rounds_are_added_up_and_missing_ones_named() -> None:
     text = _Page(page_of(report_data.table_run())).text
-    assert "node0 (6000 events)" in text
+    assert "node0: 6000 events, median < " in text
+    assert "idle on node0: counted nothing" in text
     assert "driver: rxe_sender on node0: no function rxe_sender in this kernel" in text
+
+
+def test_what_a_run_writes_as_its_manifest_is_shown() -> None:
+    jsonschema.validate(report_data.MANIFEST, MANIFEST_SCHEMA)
+
+
+def test_events_that_a_probe_lost_are_said() -> None:
+    lossy = Histogram("node1", "post_to_completion", "SEND", "ns", (Bucket(1, 2, 9),), "", 7)
+    runs = [report_data.measurement(histograms=(lossy,))] * 2
+    assert "the probe lost 14 events on node1" in _Page(page_of(runs)).text
+
+
+def test_equal_counts_are_equal_areas_in_a_times_histogram() -> None:
+    # Two buckets, one doubling and two doublings wide, with a gap between them.
+    histogram = Histogram(
+        "node0", "driver", "x", "ns", (Bucket(128, 256, 100), Bucket(1024, 4096, 100))
+    )
+    (figure,) = probe_figures(to_cells([report_data.measurement(histograms=(histogram,))])[0])
+    path = re.search(r'outline" d="M([^"]*)"', figure.svg)
+    assert path
+    points = [tuple(map(float, point.split())) for point in path[1].split("L")]
+    base = points[0][1]
+    areas = [
+        (right - left) * (base - top)
+        for (left, top), (right, same) in pairwise(points)
+        if top == same and top < base
+    ]
+    assert len(areas) == 2
+    assert areas[0] == pytest.approx(areas[1], rel=0.01)
+
+
+def test_counts_keep_room_for_a_gap() -> None:
+    histogram = Histogram(
+        "node0", "completions_per_poll", "", "count", (Bucket(0, 1, 4), Bucket(3, 4, 4))
+    )
+    (figure,) = probe_figures(to_cells([report_data.measurement(histograms=(histogram,))])[0])
+    labels = re.findall(r">([\d.]+)</text>", figure.svg)
+    assert labels[-3:] == ["0", "1..2", "3"]
 
 
 def test_an_empty_run_has_a_page() -> None:
@@ -262,12 +332,14 @@ def test_a_damaged_or_missing_manifest_is_one_line(run_folder: Path, content: st
         regenerate(run_folder)
 
 
-def test_latest_is_the_newest_run_with_measurements(run_folder: Path) -> None:
-    older = run_folder.with_name("20261129-090000-sweep")
-    newer = run_folder.with_name("20261201-090000-tests")
+@pytest.mark.parametrize("link", ["20261129T090000Z-sweep", "20261201T090000Z-tests"])
+def test_latest_is_the_newest_run_with_measurements(run_folder: Path, link: str) -> None:
+    older = run_folder.with_name("20261129T090000Z-sweep")
+    newer = run_folder.with_name("20261201T090000Z-tests")
     older.mkdir()
     newer.mkdir()
     write_measurements(older / "measurements.parquet", [])
+    (run_folder.parent / "latest").symlink_to(link)
     assert find_run("latest", run_folder.parent) == run_folder
     assert find_run(run_folder.name, run_folder.parent) == run_folder
     assert find_run(str(run_folder), run_folder.parent) == run_folder
@@ -283,12 +355,14 @@ def test_a_run_that_is_not_there_is_wrong_use(tmp_path: Path, run: str) -> None:
 def test_the_command_prints_tables_rows_or_the_path(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(run_folder.parent.parent)
+    monkeypatch.setenv("RDMALAB_REPO", str(run_folder.parent.parent))
     tables = CliRunner().invoke(report, ["latest"])
     assert tables.exit_code == 0, tables.output
     assert "rxe / tcp" in tables.stdout
     assert tables.stdout.rstrip().endswith("report.html")
-    rows = json.loads(CliRunner().invoke(report, ["latest", "--json"]).stdout)["rows"]
-    assert len(rows) == len(report_data.table_run())
+    document = json.loads(CliRunner().invoke(report, ["latest", "--json"]).stdout)
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert len(document["rows"]) == len(report_data.table_run())
+    assert document["run"] == str(run_folder)
     path = CliRunner().invoke(report, ["latest", "--open-path"]).stdout
     assert path == f"{run_folder / 'report.html'}\n"

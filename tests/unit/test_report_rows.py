@@ -117,3 +117,17 @@ def test_a_direction_that_nothing_was_posted_in_is_not_counted() -> None:
         ends=(Counters("a", 1000, 3, 0, 0), Counters("b", 3, 990, 0, 0)),
     )
     assert to_row(report_data.measurement(proof=proof))["proof"]["coverage"] == [100.0, 99.0]
+
+
+def test_histograms_fit_the_probes_schema() -> None:
+    schema = json.loads(SCHEMA.with_name("probe.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    found = [json.loads(json.dumps(one.to_json())) for one in report_data.probes(1)]
+    jsonschema.validate({"histograms": found}, schema)
+
+
+def test_every_schema_is_valid_and_named_in_the_documentation() -> None:
+    page = (SCHEMA.parents[1] / "json.md").read_text()
+    for path in SCHEMA.parent.glob("*.json"):
+        jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))
+        assert f"schemas/{path.name}" in page

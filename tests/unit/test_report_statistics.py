@@ -7,7 +7,7 @@ import math
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdmalab.measure.report.statistics import (
@@ -19,6 +19,9 @@ from rdmalab.measure.report.statistics import (
     samples_beyond,
     spread,
 )
+
+#: How long an example takes says nothing on a machine that does other things too.
+UNTIMED = settings(deadline=None)
 
 LATENCIES = st.floats(min_value=0.01, max_value=1e9)
 
@@ -50,6 +53,7 @@ def test_percentiles_are_the_recorded_samples_of_their_rank() -> None:
     assert (found.p999_us, found.max_us) == (9990, 10_000)
 
 
+@UNTIMED
 @given(st.lists(LATENCIES, max_size=300), st.sampled_from(sorted(PER_MILLE.values())))
 def test_a_percentile_was_recorded_and_is_exceeded_by_its_share_only(
     samples: list[float], per_mille: int
@@ -63,6 +67,7 @@ def test_a_percentile_was_recorded_and_is_exceeded_by_its_share_only(
     assert sum(one < value for one in samples) * 1000 < per_mille * len(samples)
 
 
+@UNTIMED
 @given(st.lists(LATENCIES, min_size=1, max_size=300))
 def test_percentiles_rise_and_end_at_the_largest_sample(samples: list[float]) -> None:
     found = percentiles(samples)
@@ -72,6 +77,7 @@ def test_percentiles_rise_and_end_at_the_largest_sample(samples: list[float]) ->
     assert values[-1] == max(samples)
 
 
+@UNTIMED
 @given(st.lists(LATENCIES, max_size=200), st.randoms())
 def test_the_order_of_samples_does_not_matter(samples: list[float], chance: object) -> None:
     shuffled = list(samples)
@@ -85,6 +91,7 @@ def test_a_sample_that_is_no_number_is_refused(bad: float) -> None:
         percentiles([1.0, bad, 2.0])
 
 
+@UNTIMED
 @given(st.lists(LATENCIES, min_size=1, max_size=50))
 def test_a_spread_holds_its_median_between_its_ends(values: list[float]) -> None:
     over = spread(values)
@@ -99,6 +106,7 @@ def test_no_round_has_no_spread() -> None:
     assert spread([]) is None
 
 
+@UNTIMED
 @given(st.lists(LATENCIES, min_size=1, max_size=20), st.floats(min_value=0.1, max_value=10))
 def test_drift_between_rounds_cancels_in_a_ratio(base: list[float], factor: float) -> None:
     over = ratio((factor * value, value) for value in base)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -48,6 +49,7 @@ MEASUREMENTS = st.builds(
             TEXT,
             st.lists(st.builds(Bucket, COUNT, COUNT, COUNT), max_size=3).map(tuple),
             TEXT,
+            COUNT,
         ),
         max_size=3,
     ).map(tuple),
@@ -63,6 +65,19 @@ def test_what_is_read_is_exactly_what_was_written(
 ) -> None:
     path = write_measurements(tmp_path / "one.parquet", measurements)
     assert list(read_measurements(path)) == measurements
+
+
+def test_every_field_of_a_measurement_has_a_column(tmp_path: Path) -> None:
+    schema = pq.read_schema(write_measurements(tmp_path / "one.parquet", []))
+    inner = {"point", "proof"}
+    expected = {one.name for one in fields(Measurement)} - inner
+    expected |= {one.name for one in fields(Point)}
+    expected |= {f"proof_{one.name}" for one in fields(Proof)}
+    assert set(schema.names) == expected
+    for column, of in (("proof_ends", Counters), ("histograms", Histogram)):
+        assert [one.name for one in schema.field(column).type.value_type] == [
+            one.name for one in fields(of)
+        ]
 
 
 def test_pandas_reads_a_row_per_sample_set_with_its_samples(tmp_path: Path) -> None:

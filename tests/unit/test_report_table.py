@@ -52,6 +52,14 @@ def test_80_columns_hold_every_figure_and_proof() -> None:
     ]  # fmt: skip
 
 
+def test_a_long_name_folds_before_a_figure_is_cut() -> None:
+    text = printed([report_data.measurement(tool="perftest", transport="usb4_rdma")])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "usb4_rdma" in text
+    assert "proven 100.0/100.0 %" in text
+
+
 def test_percentiles_without_samples_are_a_dash() -> None:
     line = line_of(printed(report_data.table_run()), "tcp", "64", "B")
     assert line.split()[6] == "–"  # noqa: RUF001 (the dash that the table prints)

@@ -60,6 +60,12 @@ echo "nameserver 10.0.2.3" > "$image/etc/resolv.conf" # QEMU user networking
 rm -f "$image/var/lib/dbus/machine-id" "$image/var/lib/systemd/random-seed"
 sed 's/#.*//' "$data/enable" | xargs -r chroot "$image" systemctl -q enable
 sed 's/#.*//' "$data/mask" | xargs -r chroot "$image" systemctl -q mask
+mkdir -p "$image/etc/systemd/system-generators"
+for generator in $(sed 's/#.*//' "$data/mask-generators"); do
+	ln -sf /dev/null "$image/etc/systemd/system-generators/$generator"
+done
+in_image systemctl -q set-default multi-user.target
+chmod a-x "$image/etc/grub.d/10_linux"
 in_image systemd-hwdb update
 in_image ldconfig
 in_image journalctl -q --update-catalog
@@ -78,7 +84,7 @@ mount --bind "$data/grub-probe" "$image/usr/sbin/grub-probe"
 in_image grub-mkconfig -o /boot/grub/grub.cfg
 umount "$image/usr/sbin/grub-probe"
 in_image grub-mkimage -O i386-pc -p '(hd0,msdos1)/boot/grub' -o /boot/grub/i386-pc/core.img \
-	biosdisk part_msdos ext2
+	$(sed "s/#.*//" "$data/grub-modules")
 cp "$image/boot/grub/i386-pc/core.img" "$image/usr/lib/grub/i386-pc/boot.img" "$work/"
 cp "$work/boot.img" "$image/boot/grub/i386-pc/"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdmalab.cli import target
+from rdmalab.cli.instructions import instructions
 from rdmalab.errors import UsageError
 from rdmalab.measure.plan import (
     bandwidth_points,
@@ -172,9 +173,7 @@ def bandwidth(
     **common: Any,
 ) -> int:
     """Streaming: as many messages in flight as perftest has. MiB per second."""
-    points = bandwidth_points(
-        transport, service, op, mode, sizes, samples, warmup, qps, direction
-    )
+    points = bandwidth_points(transport, service, op, mode, sizes, samples, warmup, qps, direction)
     return _measure("bandwidth", points, **common)
 
 
@@ -276,3 +275,6 @@ def _measure(
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
+
+
+bench.add_command(instructions)

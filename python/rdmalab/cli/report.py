@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
-
-#: Where runs leave their folders, under the folder that rdmalab is started in.
-RESULTS = Path("results")
 
 
 @click.command(
     epilog="""\b
 Examples:
   rdmalab report latest
-  rdmalab report results/20261130-184207-table --json | jq '.rows[].p50_us'
+  rdmalab report results/20261130T184207Z-latency --json | jq '.rows[].p50_us'
   xdg-open "$(rdmalab report latest --open-path)"
 """
 )
@@ -33,6 +29,7 @@ def report(run: str, as_json: bool, open_path: bool) -> None:
     from rich.console import Console
 
     from rdmalab.errors import UsageError
+    from rdmalab.lab.paths import Paths
     from rdmalab.measure.report.page import regenerate
     from rdmalab.measure.report.rows import to_rows
     from rdmalab.measure.report.runs import find_run
@@ -40,10 +37,10 @@ def report(run: str, as_json: bool, open_path: bool) -> None:
 
     if as_json and open_path:
         raise UsageError("--json and --open-path exclude each other", todo="give one of them")
-    folder = find_run(run, RESULTS)
+    folder = find_run(run, Paths.find().results)
     path, measurements = regenerate(folder)
     if open_path:
-        click.echo(str(path.absolute()))
+        click.echo(str(path))
     elif as_json:
         document = {"run": str(folder), "report": str(path), "rows": to_rows(measurements)}
         click.echo(json.dumps(document, indent=2, allow_nan=False))

@@ -54,8 +54,7 @@ def options(function: F) -> F:
 def find(name: str, inventory: Path | None) -> Target:
     """The lab ``name``, or the nodes of ``inventory``."""
     if inventory is not None:
-        hosts = inventories.read(inventory)
-        nodes = {name: host.node() for name, host in hosts.items()}
+        nodes = inventories.read(inventory)
         first = next(iter(nodes.values()))
         kernel = first.run(["uname", "-r"]).stdout.strip()
         vcpus = int(first.run(["nproc"]).stdout)

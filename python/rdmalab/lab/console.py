@@ -224,6 +224,7 @@ _RULES = (
         r"^Kernel panic - not syncing: (?P<what>.*)",
         "Kernel panic: {what}",
         re.compile(r"^---\[ end Kernel panic"),
+        places=True,
     ),
     _rule("BUG", r"^BUG: (?P<what>[^\n]*)", "BUG: {what}", _TASK_END),
 )

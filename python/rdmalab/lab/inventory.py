@@ -15,7 +15,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +34,8 @@ _NETDEV = re.compile(r"^[^\s/:]{1,15}$")
 _TEMPLATE = re.compile(r"\{\{|\{%")
 
 
-@dataclass(frozen=True)
-class Host:
-    """One host of an inventory."""
-
-    name: str
-    endpoint: Endpoint
-    links: tuple[LinkEnd, ...] = ()
-
-    def node(self, deadlines: Deadlines | None = None) -> Node:
-        return Node(
-            self.name,
-            self.endpoint,
-            {end.link: end for end in self.links},
-            deadlines=deadlines,
-        )
-
-
-def read(path: Path) -> dict[str, Host]:
-    """The hosts of an inventory by name, in its order.
+def read(path: Path, deadlines: Deadlines | None = None) -> dict[str, Node]:
+    """The hosts of an inventory by name, in its order. ``deadlines`` is shared by all.
 
     Relative paths in it are relative to its directory. Raises UsageError naming the file,
     the line, the key, and what to write instead.
@@ -70,11 +53,11 @@ def read(path: Path) -> dict[str, Host]:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise UsageError(f"{where}: no YAML", seen=problem, todo="mend the file") from error
-    reader = _Reader(path)
+    reader = _Reader(path, deadlines or Deadlines())
     top = reader.mapping(root, "the inventory")
     if "all" not in top:
         raise reader.error(root, "all", "is missing", "write all: with hosts: below it")
-    found: dict[str, Host] = {}
+    found: dict[str, Node] = {}
     for name, node, variables in reader.hosts(top["all"], "all", {}):
         if name in found:
             raise reader.error(node, name, "is there twice", "name each host once")
@@ -85,8 +68,8 @@ def read(path: Path) -> dict[str, Host]:
     return found
 
 
-def write(path: Path, hosts: Mapping[str, Host]) -> None:
-    """Write an inventory for these hosts, at once; ``read`` gives them back, and
+def write(path: Path, hosts: Mapping[str, Node]) -> None:
+    """Write an inventory for these nodes, at once; ``read`` gives them back, and
     ansible-playbook reaches them with the same keys and host keys."""
     data = {"all": {"hosts": {name: _host_vars(host) for name, host in hosts.items()}}}
     with tempfile.NamedTemporaryFile(
@@ -97,7 +80,7 @@ def write(path: Path, hosts: Mapping[str, Host]) -> None:
     Path(file.name).replace(path)
 
 
-def _host_vars(host: Host) -> dict[str, Any]:
+def _host_vars(host: Node) -> dict[str, Any]:
     endpoint = host.endpoint
     variables: dict[str, Any] = {
         "ansible_host": endpoint.host,
@@ -117,7 +100,7 @@ def _host_vars(host: Host) -> dict[str, Any]:
         options += ["-o", f"HostKeyAlias={endpoint.host_key_alias}"]
     variables["ansible_ssh_common_args"] = shlex.join(options)
     if host.links:
-        variables["rdmalab_links"] = [asdict(end) for end in host.links]
+        variables["rdmalab_links"] = [asdict(end) for end in host.links.values()]
     return variables
 
 
@@ -127,8 +110,9 @@ _Variables = dict[str, yaml.Node]
 class _Reader:
     """Goes through YAML's nodes, not its values, so that errors can name lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, deadlines: Deadlines) -> None:
         self._path = path
+        self._deadlines = deadlines
         self._places: dict[tuple[str, str], yaml.Node] = {}
 
     def error(self, node: yaml.Node | None, key: str, seen: str, todo: str) -> UsageError:
@@ -172,7 +156,7 @@ class _Reader:
         for name, child in children.items():
             yield from self.hosts(child, f"{key}.children.{name}", variables)
 
-    def host(self, name: str, node: yaml.Node, variables: _Variables) -> Host:
+    def host(self, name: str, node: yaml.Node, variables: _Variables) -> Node:
         key = f"host {name}"
         port_node = variables.get("ansible_port")
         port = self._integer(variables, key, "ansible_port", 22)
@@ -188,11 +172,12 @@ class _Reader:
             self._file(variables, key, "rdmalab_known_hosts"),
             self._text(variables, key, "rdmalab_host_key_alias"),
         )
-        return Host(name, endpoint, tuple(self._links(name, variables.get("rdmalab_links"))))
+        links = {end.link: end for end in self._links(name, variables.get("rdmalab_links"))}
+        return Node(name, endpoint, links, deadlines=self._deadlines)
 
-    def check_peers(self, hosts: Mapping[str, Host]) -> None:
+    def check_peers(self, hosts: Mapping[str, Node]) -> None:
         for host in hosts.values():
-            for end in host.links:
+            for end in host.links.values():
                 where = f"host {host.name}: rdmalab_links, link {end.link}"
                 node = self._places.get((host.name, end.link))
                 peer = hosts.get(end.peer)
@@ -203,7 +188,7 @@ class _Reader:
                         f"{end.peer!r} is no other host here",
                         f"name one of {', '.join(n for n in hosts if n != host.name) or 'none'}",
                     )
-                if not any(o.link == end.link and o.peer == host.name for o in peer.links):
+                if not any(o.link == end.link and o.peer == host.name for o in peer.links.values()):
                     raise self.error(
                         node,
                         where,

@@ -135,11 +135,17 @@ def _unpack(sysroot: Sysroot, kernel: Kernel, partial: Path) -> None:
     # Guests load a dozen modules each boot, and xz costs an emulated CPU dearly.
     sysroot.run(
         ["sh", "-c", "find . -name '*.ko.xz' -print0 | xargs -0 -P2 -n64 xz -d && "
-         "ln -sf /usr/src/linux-headers-$1 build && depmod -b /mnt/k $1", "unpack",
+         "depmod -b /mnt/k $1", "unpack",
          kernel.release],
         binds={partial: "/mnt/k"},
         cwd=f"/mnt/k/usr/lib/modules/{kernel.release}",
     )  # fmt: skip
+    # The headers packages bring these links, and bcc looks at both.
+    for name in ("build", "source"):
+        link = sysroot.root / "usr/lib/modules" / kernel.release / name
+        if link.is_symlink():
+            (modules / name).unlink(missing_ok=True)
+            (modules / name).symlink_to(link.readlink())
     images = [modules / "vmlinuz", partial / "boot" / f"vmlinuz-{kernel.release}"]
     found = [path for path in images if path.exists()]
     if not found:

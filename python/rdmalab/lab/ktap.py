@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -86,10 +87,11 @@ _VERSION = re.compile(r"^(K?TAP version \d+)$")
 _PLAN = re.compile(r"^1\.\.(\d+)(?:\s*#\s*(.*))?$")
 _RESULT = re.compile(r"^(not ok|ok)\b(?:[ \t]+(\d+))?[ \t]*(?:-[ \t]*)?(.*)$")
 _DIRECTIVE = re.compile(
-    r"^(.*?)(?:^|[ \t])#[ \t]*(SKIP|TODO|XFAIL|TIMEOUT|ERROR)\b:?[ \t]*(.*)$", re.I
+    r"^(.*?)(?:^|[ \t])#[ \t]*(SKIP|TODO|XFAIL|TIMEOUT|ERROR|exit=\d+)\b:?[ \t]*(.*)$", re.I
 )
 _BAIL = re.compile(r"^Bail out!\s*(.*)$")
 _SUBTEST = re.compile(r"^# Subtest: (.*)$")
+_TOTALS = re.compile(r"^# .*\bpass:(\d+) fail:(\d+) (?:\w+:\d+ )*?skip:(\d+)\b")
 _MAX_PLAN = 1_000_000
 
 
@@ -138,7 +140,7 @@ def parse(text: str | Iterable[str]) -> Report:
     root = stack[0]
     if not root.version:
         root.problems.insert(0, "no version line")
-    cases, problems = _finish(root, bailed is not None)
+    cases, problems = _finish(root, bailed is not None, nested=False)
     return Report(root.version, root.plan, cases, problems, bailed)
 
 
@@ -291,12 +293,25 @@ def _result(block: _Block, found: re.Match[str]) -> None:
     )
 
 
-def _finish(block: _Block, bailed: bool) -> tuple[tuple[Case, ...], tuple[str, ...]]:
+def _totals_agree(block: _Block) -> bool:
+    """KUnit does not know how many parameters a test has, and plans none; what it says
+    afterwards, if there was more than one, has to agree."""
+    counts = Counter(case.outcome for case in block.cases)
+    seen = [counts[each] for each in (Outcome.PASSED, Outcome.FAILED, Outcome.SKIPPED)]
+    totals = [found for line in block.diagnostics if (found := _TOTALS.match(line))]
+    if not totals:
+        return len(block.cases) == 1
+    return [int(number) for number in totals[-1].groups()] == seen
+
+
+def _finish(
+    block: _Block, bailed: bool, nested: bool = True
+) -> tuple[tuple[Case, ...], tuple[str, ...]]:
     """The block's cases, completed with those that the plan promised, and its problems."""
     _orphan(block)
     problems = list(block.problems)
     if block.plan is None:
-        if not bailed:
+        if not bailed and not (nested and _totals_agree(block)):
             problems.append("no plan")
         return tuple(block.cases), tuple(problems)
     given = {case.number for case in block.cases if case.number}

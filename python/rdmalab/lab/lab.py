@@ -46,6 +46,7 @@ from rdmalab.lab.node import Endpoint, LinkEnd, Node
 from rdmalab.lab.paths import Paths
 from rdmalab.lab.plan import Plan, PlannedLink, PlannedNode
 from rdmalab.lab.progress import Progress
+from rdmalab.lab.run import LabFacts
 from rdmalab.lab.supervisor import CONTROL
 from rdmalab.lab.sysroot import Sysroot
 
@@ -261,6 +262,26 @@ class Lab:
         """Seconds from QEMU's start to ssh on the reference machine; systemd takes longer."""
         return Layers().boot * (3 if self.mode == "full" else 1)
 
+    def facts(self) -> LabFacts:
+        """What a run notes of the lab."""
+        return LabFacts(
+            name=self.name,
+            tier=self.tier,
+            kernel=self.kernel,
+            accelerator=self.accelerator,
+            vcpus=self.vcpus,
+            mode=self.mode,
+            topology=self.topology.name,
+            slow_factor=self.slow_factor,
+            nodes=tuple(self.nodes),
+        )
+
+    def versions(self) -> dict[str, str]:
+        """The versions that were resolved, for a run to note."""
+        lock = Sysroot(self._paths).lock()
+        kernels = {f"kernel-{tier}": locked.version for tier, locked in lock.kernels.items()}
+        return {**lock.packages, **kernels}
+
     def status(self) -> dict[str, NodeStatus]:
         """Each node's state: running, panicked, paused, off (it powered itself off), lost
         (its QEMU died) or down."""
@@ -433,11 +454,7 @@ class Lab:
             "slow_factor": self.slow_factor,
             "native": [str(path) for path in self._native],
         }
-        hosts = {
-            name: inventory.Host(name, node.endpoint, tuple(node.links.values()))
-            for name, node in self.nodes.items()
-        }
-        inventory.write(self.folder / "inventory.yaml", hosts)
+        inventory.write(self.folder / "inventory.yaml", self.nodes)
         (self.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
 
     def _put_modules(self) -> None:

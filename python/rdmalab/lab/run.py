@@ -313,8 +313,7 @@ def _write(path: Path, data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
         try:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            file.close()
             Path(file.name).chmod(0o644)
             Path(file.name).replace(path)
         except BaseException:

@@ -25,7 +25,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from rdmalab.errors import RdmalabError, UsageError
@@ -33,7 +33,7 @@ from rdmalab.probe import facts as node_facts
 from rdmalab.probe import plan as planning
 from rdmalab.probe.catalogue import PROBES, Probe, select
 from rdmalab.probe.histogram import Histogram
-from rdmalab.probe.loader import Loader, check_node, describe
+from rdmalab.probe.loader import Loader, check_root, describe
 from rdmalab.probe.text import render
 
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +46,16 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[IO[str]]:
+    """Our stdout for ourselves: bcc's library prints its complaints there, which then go to
+    stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as sink:
+        os.dup2(2, 1)
+        yield sink
 
 
 def _dump(histograms: Sequence[Histogram]) -> str:
@@ -151,11 +161,11 @@ def _run(options: argparse.Namespace) -> int:
                 for missing in probe["missing"]:
                     print(f"  missing {missing['key']}: {missing['reason']}")
         return 0
-    check_node()
+    check_root()
     _end_with_parent()
     plan = planning.make(probes, node_facts.gather(), by_name=by_name)
-    with Loader(plan, options.node) as loader:
-        return serve(loader, sys.stdin, sys.stdout, as_json=options.json)
+    with _own_stdout() as sink, Loader(plan, options.node) as loader:
+        return serve(loader, sys.stdin, sink, as_json=options.json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,5 +179,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader is gone, and with it anyone who could be told; keep the interpreter from
         # a second failure when it flushes at exit.
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

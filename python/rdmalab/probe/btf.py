@@ -128,7 +128,10 @@ def parse_module(module: bytes, base: bytes, wanted: frozenset[str]) -> ModuleTy
         end = strings.find(b"\0", offset)
         if end < 0 or offset >= len(strings):
             raise BtfError("module: a name outside of its type information")
-        return strings[offset:end].decode()
+        try:
+            return strings[offset:end].decode("ascii")
+        except UnicodeDecodeError:
+            raise BtfError("module: a name that is no text") from None
 
     structures: dict[str, Structure] = {}
     functions: set[str] = set()

@@ -82,12 +82,14 @@ only the kernel can post (REG_MR)."""
 @dataclass(frozen=True)
 class Hook:
     """``handler``: the function in the probe's file. ``slots``: how many histograms the
-    handler is told, as arguments behind the call."""
+    handler is told, as arguments behind the call. ``thread``: whether it uses what is kept
+    of the thread that runs."""
 
     role: str
     at: str  # enter | leave
     handler: str
     slots: int = 0
+    thread: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Probe:
     measured by itself, else one missing role is the whole probe missing. ``tracepoints`` are
     ``(tracepoint, program)``, ``uretprobe`` is a handler on the return of the provider's poll
     function. ``offsets`` are the constants that the programs need from the driver's private
-    structures: name to "structure.member", summed where there are several.
+    structures: name to "structure.member", summed where there are several; a probe with
+    hooks that has some loads through typed pointers and cannot go by name.
     """
 
     name: str
@@ -142,15 +145,16 @@ PROBES = {
             " or poll of the program is after it",
             split="opcode of the work request",
             hooks=(
-                Hook("post", "enter", "post_to_completion_post"),
-                Hook("send", "enter", "post_to_completion_post"),
+                Hook("post", "enter", "post_to_completion_doorbell", thread=False),
+                Hook("send", "enter", "post_to_completion_request", thread=False),
                 Hook("complete", "enter", "post_to_completion_enter"),
                 Hook("complete", "leave", "post_to_completion_leave"),
                 Hook("deliver", "enter", "post_to_completion_complete", slots=1),
-                Hook("destroy", "enter", "post_to_completion_destroy"),
+                Hook("destroy", "enter", "post_to_completion_destroy", thread=False),
             ),
             offsets=(
                 ("RXE_QP_SQ_QUEUE", ("rxe_qp.sq", "rxe_sq.queue")),
+                ("RXE_QP_NEXT", ("rxe_qp.req", "rxe_req_info.wqe_index")),
                 ("RXE_QUEUE_BUF", ("rxe_queue.buf",)),
                 ("RXE_QUEUE_LOG2_ELEM_SIZE", ("rxe_queue.log2_elem_size",)),
                 ("RXE_QUEUE_INDEX_MASK", ("rxe_queue.index_mask",)),

@@ -17,7 +17,9 @@ from rdmalab.probe.catalogue import (
     ROLES,
     TASK_FUNCTIONS,
     WORK_FUNCTION,
+    Hook,
     Probe,
+    Role,
 )
 from rdmalab.probe.facts import Facts
 
@@ -67,10 +69,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Call:
-    """A handler called from the program on a function: C expression and probe."""
+    """A handler called from the program on a function: C expression and probe, and whether
+    the handler uses what is kept of the thread."""
 
     expression: str
     probe: str
+    thread: bool
 
 
 class _Builder:
@@ -154,11 +158,13 @@ class _Builder:
                     idle = self.slot(probe.name, f"{function} idle")
                 numbers[hook.role] = busy, idle
             arguments = ", ".join(str(n) for n in numbers[hook.role][: hook.slots])
-            self.call(hook.role, hook.at, f"{hook.handler}(&call, {arguments})", probe)
+            self.call(hook, f"{hook.handler}(&call, {arguments})", probe)
 
     def add_hooks(self, probe: Probe) -> None:
         for hook in probe.hooks:
-            reason = self.hooking(hook.role)[1]
+            function, reason = self.hooking(hook.role)
+            if not reason and probe.offsets and not self.uses_btf(function):
+                reason = f"{function} can only be attached by name, without typed arguments"
             if reason:
                 self.miss(probe, reason)
                 return
@@ -167,10 +173,11 @@ class _Builder:
             self.slot(probe.name, opcode)
         for hook in probe.hooks:
             arguments = f"&call, {first}" if hook.slots else "&call"
-            self.call(hook.role, hook.at, f"{hook.handler}({arguments})", probe)
+            self.call(hook, f"{hook.handler}({arguments})", probe)
 
-    def call(self, role: str, at: str, expression: str, probe: Probe) -> None:
-        self.calls.setdefault((role, at), []).append(_Call(expression, probe.name))
+    def call(self, hook: Hook, expression: str, probe: Probe) -> None:
+        calls = self.calls.setdefault((hook.role, hook.at), [])
+        calls.append(_Call(expression, probe.name, hook.thread))
 
     def add_tracepoints(self, probe: Probe) -> None:
         for tracepoint, _ in probe.tracepoints:
@@ -214,7 +221,8 @@ class _Builder:
         for (role_name, at), calls in self.calls.items():
             role = ROLES[role_name]
             function = self.hooking(role_name)[0]
-            kind, program, head = self.dispatch(role.arguments, role.returns, function, at)
+            thread = any(call.thread for call in calls)
+            kind, program, head = self.dispatch(role, function, at, thread)
             body = "".join(f"\t{call.expression};\n" for call in calls)
             texts.append(f"{head}{body}\treturn 0;\n}}\n")
             probes = tuple(dict.fromkeys(call.probe for call in calls))
@@ -230,25 +238,23 @@ class _Builder:
                 )
         return texts
 
-    def dispatch(
-        self, arguments: int, returns: bool, function: str, at: str
-    ) -> tuple[str, str, str]:
+    def dispatch(self, role: Role, function: str, at: str, thread: bool) -> tuple[str, str, str]:
         """Kind of attachment, name of the program, and its text up to the handlers."""
-        common = ".now = bpf_ktime_get_ns(), .thread = this_thread()"
+        common = ".now = bpf_ktime_get_ns()" + (", .thread = this_thread()" if thread else "")
         if self.uses_btf(function):
             # bcc takes from this name what the program is to be attached to
             prefix = "kfunc" if at == "enter" else "kretfunc"
             program, context = f"{prefix}__{MODULE}__{function}", "unsigned long long *ctx"
-            fields = [f".arg{n + 1} = ctx[{n}]" for n in range(min(arguments, 2))]
-            if at == "leave" and returns:
-                fields.append(f".ret = ctx[{arguments}]")
+            fields = [f".arg{n + 1} = ctx[{n}]" for n in range(min(role.arguments, 2))]
+            if at == "leave" and role.returns:
+                fields.append(f".ret = ctx[{role.arguments}]")
             kind = "fentry" if at == "enter" else "fexit"
         else:
             program, context = f"{at}_{function}", "struct pt_regs *ctx"
             if at == "enter":
                 fields = [f".arg{n + 1} = PT_REGS_PARM{n + 1}(ctx)" for n in range(2)]
             else:
-                fields = [".ret = PT_REGS_RC(ctx)"] if returns else []
+                fields = [".ret = PT_REGS_RC(ctx)"] if role.returns else []
             kind = "kprobe" if at == "enter" else "kretprobe"
         head = (
             f"int {program}({context})\n{{\n"

@@ -13,13 +13,9 @@
 
 BPF_HASH(posted, u64, u64, 32768);
 BPF_HASH(send_queue, u64, u32, 4096);
-BPF_HASH(completing, u64, u64, 4096);
 
 /* status in struct ib_uverbs_wc and struct ib_wc alike */
 #define WC_STATUS 8
-
-/* The part of struct rxe_queue that is read: up to its last member, index. */
-#define RXE_QUEUE_SIZE (RXE_QUEUE_INDEX + 4)
 
 /* Work requests that one doorbell may announce; more are counted as lost. */
 #define POST_LIST 512
@@ -28,43 +24,29 @@ struct ring {
 	u64 buf;
 	u32 shift;
 	u32 mask;
-	u32 consumer;
 };
-
-static __always_inline int read_ring(u64 qp, struct ring *ring)
-{
-	u8 queue[RXE_QUEUE_SIZE] = {};
-
-	if (bpf_probe_read_kernel(queue, sizeof(queue),
-				  (void *)read64(qp + RXE_QP_SQ_QUEUE)))
-		return -1;
-	ring->buf = *(u64 *)(queue + RXE_QUEUE_BUF);
-	ring->shift = *(u32 *)(queue + RXE_QUEUE_LOG2_ELEM_SIZE) & 31;
-	ring->mask = *(u32 *)(queue + RXE_QUEUE_INDEX_MASK);
-	ring->consumer = *(u32 *)(queue + RXE_QUEUE_INDEX);
-	return 0;
-}
 
 static __always_inline u64 element(struct ring *ring, u32 index)
 {
 	return ring->buf + RXE_QUEUE_BUF_DATA + ((u64)(index & ring->mask) << ring->shift);
 }
 
-static __always_inline void post_to_completion_post(struct call *call)
+/* Notes the time of every work request between what was seen last and ``producer``. */
+static __always_inline void note_posted(struct call *call, u64 qp, u64 queue, u32 mask,
+					u32 producer)
 {
-	struct ring ring = {};
-	u64 qp = call->arg1;
-	u32 producer, next, i, *last;
+	struct ring ring;
+	u32 next, i, *last;
 
-	if (read_ring(qp, &ring))
-		return;
-	producer = read32(ring.buf + RXE_QUEUE_BUF_PRODUCER) & ring.mask;
-	next = ring.consumer & ring.mask;
+	ring.buf = read64(queue + RXE_QUEUE_BUF);
+	ring.mask = mask;
+	ring.shift = read32(queue + RXE_QUEUE_LOG2_ELEM_SIZE) & 31;
+	next = read32(queue + RXE_QUEUE_INDEX) & mask;
 	/* What was seen last is valid while it lies between consumer and producer; outside, the
 	 * queue was reset or is another queue pair's at the same address.
 	 */
 	last = send_queue.lookup(&qp);
-	if (last && ((*last - next) & ring.mask) <= ((producer - next) & ring.mask))
+	if (last && ((*last - next) & mask) <= ((producer - next) & mask))
 		next = *last;
 	if (next == producer)
 		return;
@@ -73,11 +55,34 @@ static __always_inline void post_to_completion_post(struct call *call)
 
 		if (posted.update(&wqe, &call->now))
 			lose(PROBE_POST_TO_COMPLETION, 1);
-		next = (next + 1) & ring.mask;
+		next = (next + 1) & mask;
 	}
 	if (next != producer)
-		lose(PROBE_POST_TO_COMPLETION, (producer - next) & ring.mask);
+		lose(PROBE_POST_TO_COMPLETION, (producer - next) & mask);
 	send_queue.update(&qp, &producer);
+}
+
+/* Read, not loaded: the argument is a struct ib_qp, the driver's own lies around it. */
+static __always_inline void post_to_completion_doorbell(struct call *call)
+{
+	u64 queue = read64(call->arg1 + RXE_QP_SQ_QUEUE);
+	u32 mask = read32(queue + RXE_QUEUE_INDEX_MASK);
+	u64 buf = read64(queue + RXE_QUEUE_BUF);
+
+	note_posted(call, call->arg1, queue, mask, read32(buf + RXE_QUEUE_BUF_PRODUCER) & mask);
+}
+
+/* The requester is called more often than there is something new to send: find that out by
+ * loads alone.
+ */
+static __always_inline void post_to_completion_request(struct call *call)
+{
+	u64 queue = LOAD64(call->arg1 + RXE_QP_SQ_QUEUE);
+	u32 mask = LOAD32(queue + RXE_QUEUE_INDEX_MASK);
+	u32 producer = LOAD32(LOAD64(queue + RXE_QUEUE_BUF) + RXE_QUEUE_BUF_PRODUCER) & mask;
+
+	if (producer != LOAD32(call->arg1 + RXE_QP_NEXT))
+		note_posted(call, call->arg1, queue, mask, producer);
 }
 
 static __always_inline void post_to_completion_destroy(struct call *call)
@@ -92,31 +97,35 @@ static __always_inline void post_to_completion_destroy(struct call *call)
  */
 static __always_inline void post_to_completion_enter(struct call *call)
 {
-	u64 qp = call->arg1;
-
-	if (completing.update(&call->thread, &qp))
+	if (call->thread)
+		call->thread->completing = LOAD64(call->arg1 + RXE_QP_SQ_QUEUE);
+	else
 		lose(PROBE_POST_TO_COMPLETION, 1);
 }
 
 static __always_inline void post_to_completion_leave(struct call *call)
 {
-	completing.delete(&call->thread);
+	if (call->thread)
+		call->thread->completing = 0;
 }
 
 static __always_inline void post_to_completion_complete(struct call *call, u32 slot)
 {
-	struct ring ring = {};
-	u64 *qp, *start, wqe;
+	struct ring ring;
+	u64 queue, *start, wqe;
 	u32 opcode;
 
-	qp = completing.lookup(&call->thread);
-	if (!qp || read_ring(*qp, &ring))
+	queue = call->thread ? call->thread->completing : 0;
+	if (!queue)
 		return;
 	/* A flushed or failed work request has no latency. */
 	if (read32(call->arg2 + WC_STATUS))
 		return;
+	ring.buf = read64(queue + RXE_QUEUE_BUF);
+	ring.shift = read32(queue + RXE_QUEUE_LOG2_ELEM_SIZE) & 31;
+	ring.mask = read32(queue + RXE_QUEUE_INDEX_MASK);
 	/* The consumer index has already moved past the element. */
-	wqe = element(&ring, ring.consumer - 1);
+	wqe = element(&ring, read32(queue + RXE_QUEUE_INDEX) - 1);
 	start = posted.lookup(&wqe);
 	if (!start) {
 		lose(PROBE_POST_TO_COMPLETION, 1);

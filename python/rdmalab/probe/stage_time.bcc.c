@@ -5,25 +5,25 @@
  * an interrupt took in between is in the figure.
  */
 
-BPF_HASH(stage_started, u64, u64, 8192);
-
 static __always_inline void stage_time_enter(struct call *call, u32 slot)
 {
-	u64 key = call->thread | (u64)slot << 40;
-
-	if (stage_started.update(&key, &call->now))
+	if (call->thread)
+		call->thread->started[slot] = call->now;
+	else
 		lose(PROBE_STAGE_TIME, 1);
 }
 
 /* A stage function that returns non-zero found nothing (more) to do. */
 static __always_inline void stage_time_leave(struct call *call, u32 slot, u32 idle_slot)
 {
-	u64 key = call->thread | (u64)slot << 40;
-	u64 *start = stage_started.lookup(&key);
+	u64 start;
 
-	/* entered before the probe was attached */
+	if (!call->thread)
+		return;
+	start = call->thread->started[slot];
+	/* 0: entered before the probe was attached */
 	if (!start)
 		return;
-	record((int)call->ret ? idle_slot : slot, call->now - *start);
-	stage_started.delete(&key);
+	record((int)call->ret ? idle_slot : slot, call->now - start);
+	call->thread->started[slot] = 0;
 }

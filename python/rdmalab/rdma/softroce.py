@@ -24,6 +24,8 @@ from rdmalab.rdma.sysfs import ROOT, DeviceFiles, device_names
 # them in, and a node without udev's rules has nobody to load them.
 MODULES = ("rdma_rxe", "ib_uverbs", "rdma_ucm")
 
+CM_DEVICE = Path("/dev/infiniband/rdma_cm")
+
 _POLL = 0.05
 # The kernel's IB_DEVICE_NAME_MAX is 64 with the final zero; "%" would be a template.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
@@ -50,12 +52,12 @@ def setup(netdev: str, name: str | None = None, *, seconds: float = 20.0) -> Mad
     ``HostError`` for a missing module, ``DeadlineExceeded`` naming what is not there after
     ``seconds``.
     """
-    name = name or default_name(netdev)
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name for an RDMA device", todo="letters, digits, _ . -")
     if "/" in netdev or not (ROOT / "class/net" / netdev).exists():
         there = ", ".join(sorted(p.name for p in (ROOT / "class/net").iterdir()))
         raise UsageError(f"no netdev {netdev}", seen=f"netdevs: {there}")
+    name = name or default_name(netdev)
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name for an RDMA device", todo="letters, digits, _ . -")
     for module in MODULES:
         _load(module)
     created = not _exists(netdev, name)
@@ -196,8 +198,8 @@ def _lacking(files: DeviceFiles, netdev: str) -> str:
     missing = [str(address) for address in _addresses(netdev) if address not in there]
     if missing:
         return f"no RoCE v2 GID of {', '.join(missing)}"
-    if not Path("/dev/infiniband/rdma_cm").exists():
-        return "no /dev/infiniband/rdma_cm"
+    if not CM_DEVICE.exists():
+        return f"no {CM_DEVICE}"
     return ""
 
 

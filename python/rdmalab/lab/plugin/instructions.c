@@ -23,12 +23,14 @@
  *
  * Socket: a stream; lines of words from the client, each answered by lines of
  * which the last begins with "ok" or "error".
- *	hello		ok instructions 1 vcpus N blocks N
+ *	hello		ok instructions 2 vcpus N blocks N
  *	mark		ok N			takes a mark, numbered from 0
  *	marks		mark N host|guest:ID ns N kernel N user N ...	ok COUNT
- *	delta A B	user N, kernel PC N ... (PC in hex, N not 0)	ok COUNT
+ *	delta A B	user N, kernel PC N SIZE ...			ok COUNT
  *	reset		ok			forgets the marks
- * ns is the host's CLOCK_MONOTONIC.
+ * ns is the host's CLOCK_MONOTONIC. PC is in hex, N is not 0, SIZE is the number of
+ * instructions in the block, so that N / SIZE is how often it was entered; 0 where the
+ * block was translated in several sizes.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -64,6 +66,7 @@ static const unsigned char marker[MARKER_SIZE] = {
 
 struct block {
 	uint64_t pc;
+	uint32_t size;		/* 0: it had several */
 	qemu_plugin_u64 count;
 };
 
@@ -131,7 +134,7 @@ static void grow(void)
 		slots[slot_of(blocks[i].pc)] = i + 1;
 }
 
-static qemu_plugin_u64 count_of(uint64_t pc)
+static qemu_plugin_u64 count_of(uint64_t pc, uint32_t size)
 {
 	struct qemu_plugin_scoreboard *fresh;
 	qemu_plugin_u64 count;
@@ -156,9 +159,12 @@ static qemu_plugin_u64 count_of(uint64_t pc)
 	slot = slot_of(pc);
 	if (!slots[slot]) {
 		blocks[n_blocks].pc = pc;
+		blocks[n_blocks].size = size;
 		blocks[n_blocks].count.score = board;
 		blocks[n_blocks].count.offset = board_used++ * sizeof(uint64_t);
 		slots[slot] = ++n_blocks;
+	} else if (blocks[slots[slot] - 1].size != size) {
+		blocks[slots[slot] - 1].size = 0;
 	}
 	count = blocks[slots[slot] - 1].count;
 	pthread_mutex_unlock(&lock);
@@ -228,7 +234,7 @@ static void translated(struct qemu_plugin_tb *tb, void *userdata)
 
 	(void)userdata;
 	qemu_plugin_register_vcpu_tb_exec_inline_per_vcpu(tb, QEMU_PLUGIN_INLINE_ADD_U64,
-							  kernel ? count_of(pc) : user_count, n);
+							  kernel ? count_of(pc, n) : user_count, n);
 	look_for_marker(tb, n);
 }
 
@@ -257,8 +263,8 @@ static void answer_delta(FILE *out, size_t a, size_t b)
 
 		if (to->counts[i] == before)
 			continue;
-		fprintf(out, "kernel %" PRIx64 " %" PRIu64 "\n", blocks[i].pc,
-			to->counts[i] - before);
+		fprintf(out, "kernel %" PRIx64 " %" PRIu64 " %" PRIu32 "\n", blocks[i].pc,
+			to->counts[i] - before, blocks[i].size);
 		lines++;
 	}
 	fprintf(out, "ok %zu\n", lines);
@@ -285,7 +291,7 @@ static void answer(FILE *out, const char *line)
 	}
 	pthread_mutex_lock(&lock);
 	if (!strcmp(line, "hello")) {
-		fprintf(out, "ok instructions 1 vcpus %d blocks %zu\n",
+		fprintf(out, "ok instructions 2 vcpus %d blocks %zu\n",
 			qemu_plugin_num_vcpus(), n_blocks);
 	} else if (!strcmp(line, "marks")) {
 		answer_marks(out);

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rdmalab.measure.measurement import Measurement
 from rdmalab.measure.report.rows import Row, is_proven, row_percentiles
@@ -15,11 +17,13 @@ from rdmalab.measure.report.scale import (
     log_scale,
     percentile_scale,
     size_scale,
+    time_scale,
 )
 from rdmalab.measure.report.series import OWN_TOOL, Cell, Facet
 from rdmalab.measure.report.statistics import MIN_BEYOND, PER_MILLE
 from rdmalab.measure.report.svg import COLOURS, LOW, NARROW, WIDE, Box, Chart
 from rdmalab.measure.report.text import byte_size, counted, nanoseconds, number
+from rdmalab.probe.buckets import quantile
 from rdmalab.probe.histogram import Bucket, Histogram
 
 #: A curve of fewer points takes no more room than a distribution.
@@ -116,17 +120,19 @@ def against_size(facet: Facet, palette: Mapping[str, int]) -> Figure | None:
         x = size_scale(sizes, most_ticks=most_ticks)
         chart = Chart(box, x, y, "message size", unit, f"{facet.title}, {title}", description)
         for label in facet.labels:
-            _draw_sizes(chart, [cell for cell in cells if cell.label == label], palette)
+            _draw_sizes(chart, [cell for cell in facet.cells if cell.label == label], palette)
         if few:
             return chart.render()
         return chart.render("wide" if box is WIDE else "narrow")
 
-    note = "Line: p50. Shade: up to p99." if latency else ""
+    note = "p50" if latency else ""
+    if any(tops):
+        note += ", shaded up to p99"
     return Figure(
         title,
         draw(NARROW, 5) if few else draw(WIDE, 12) + draw(NARROW, 5),
         _legend(cells, palette),
-        " ".join(filter(None, (note, _rounds_note(cells)))),
+        "; ".join(filter(None, (note, _rounds_note(cells)))),
         wide=not few,
     )
 
@@ -157,7 +163,7 @@ def merge_histograms(histograms: Sequence[Histogram]) -> tuple[Histogram, ...]:
         buckets = tuple(Bucket(*edges, count) for edges, count in sorted(counts.items()))
         # A probe that attached in any round has something to show.
         missing = "" if buckets else before.missing or one.missing
-        merged[key] = Histogram(*key, buckets, missing)
+        merged[key] = Histogram(*key, buckets, missing, before.lost + one.lost)
     return tuple(merged.values())
 
 
@@ -185,90 +191,103 @@ def _shown_ranks(count: int) -> list[int]:
 
 
 def _draw_sizes(chart: Chart, cells: Sequence[Cell], palette: Mapping[str, int]) -> None:
-    if not cells:
-        return
-    colour = _colour(cells[0], palette)
-    own = cells[0].tool == OWN_TOOL
+    """One label's cells, by size. A line is broken where a size has no figure: to draw on
+    would show a value that was refused."""
     unit = chart.y_name
-    points, upper = [], []
+    for run in _unbroken(cells):
+        colour = _colour(run[0], palette)
+        own = run[0].tool == OWN_TOOL
+        points = [(chart.x.at(cell.point.size), chart.y.at(_headline(cell) or 0.0)) for cell in run]
+        tops = [_over(cell, _p99) for cell in run]
+        if own and None not in tops:
+            upper = [(x, chart.y.at(top or 0.0)) for (x, _), top in zip(points, tops, strict=True)]
+            chart.area(upper, points, f"{colour} shade")
+        chart.line(points, f"{colour} line" if own else f"{colour} line thin")
+        for cell, point in zip(run, points, strict=True):
+            says = f"{cell.label}, {byte_size(cell.point.size)}: {number(_headline(cell))} {unit}"
+            chart.dot(point, f"{colour} mark" if own else f"{colour} hollow", says)
+
+
+def _unbroken(cells: Sequence[Cell]) -> list[list[Cell]]:
+    runs: list[list[Cell]] = [[]]
     for cell in cells:
-        x = chart.x.at(cell.point.size)
-        points.append((x, chart.y.at(_headline(cell) or 0.0)))
-        top = _over(cell, _p99)
-        if own and top is not None:
-            upper.append((x, chart.y.at(top)))
-    if len(upper) == len(points):
-        chart.area(upper, points, f"{colour} shade")
-    chart.line(points, f"{colour} line" if own else f"{colour} line thin")
-    for cell, point in zip(cells, points, strict=True):
-        says = f"{cell.label}, {byte_size(cell.point.size)}: {number(_headline(cell))} {unit}"
-        chart.dot(point, f"{colour} mark" if own else f"{colour} hollow", says)
+        if _headline(cell) is None:
+            runs.append([])
+        else:
+            runs[-1].append(cell)
+    return [run for run in runs if run]
 
 
 def _histogram(nodes: Sequence[Histogram]) -> Figure:
     first = nodes[0]
     title = probe_title(first.probe, first.key)
+    draw = _draw_times if first.unit == "ns" else _draw_counts
     edges = sorted({(bucket.low, bucket.high) for one in nodes for bucket in one.buckets})
-    edges = _without_empty_ends(edges, nodes)
-    x = _bucket_scale(edges, first.unit)
-    y = linear_scale(max(bucket.count for one in nodes for bucket in one.buckets))
-    total = ", ".join(f"{one.node} {_total(one)}" for one in nodes)
-    chart = Chart(LOW, x, y, _UNIT_NAMES.get(first.unit, first.unit), "count", title, total)
-    room = 1.0 / len(edges)
-    for place, node in enumerate(nodes):
-        counts = {(bucket.low, bucket.high): bucket.count for bucket in node.buckets}
-        for number_, edge in enumerate(edges):
-            count = counts.get(edge, 0)
-            if not count:
-                continue
-            width = 0.86 * room / len(nodes)
-            left = number_ * room + 0.07 * room + place * width
-            says = f"{node.node}: {count} in {_bucket_name(edge, first.unit)}"
-            chart.bar(left, left + width, y.at(count), f"n{place % 2} bar", says)
     return Figure(
         title,
-        chart.render(),
-        tuple(Legend(f"n{i % 2} bar", f"{h.node} ({_total(h)})") for i, h in enumerate(nodes)),
+        draw(nodes, title, "; ".join(_summary(one) for one in nodes)),
+        tuple(Legend(f"n{place % 2} bar", _summary(one)) for place, one in enumerate(nodes)),
+        "; ".join(
+            f"the probe lost {counted(one.lost, 'event')} on {one.node}"
+            for one in nodes
+            if one.lost
+        ),
         header=("bucket", *(one.node for one in nodes)),
         data=tuple(
-            (
-                _bucket_name(edge, first.unit),
-                *(str(_count_in(one, edge)) for one in nodes),
-            )
+            (_bucket_name(edge, first.unit), *(str(_count_in(one, edge)) for one in nodes))
             for edge in edges
         ),
     )
 
 
-_UNIT_NAMES = {"ns": "time", "count": "completions"}
+def _draw_times(nodes: Sequence[Histogram], title: str, description: str) -> str:
+    """Densities over the logarithm of time, so that equal areas are equal counts however
+    wide the buckets are."""
+    steps = [[_step(bucket) for bucket in one.buckets] for one in nodes]
+    filled = [step for one in steps for step in one if step[2]]
+    x = time_scale(min(low for low, _, _ in filled), max(high for _, high, _ in filled))
+    y = linear_scale(max(density for _, _, density in filled))
+    chart = Chart(LOW, x, y, "time", "events per doubling of time", title, description)
+    for place, one in enumerate(steps):
+        points: list[tuple[float, float]] = []
+        for low, high, density in one:
+            if points and points[-1][0] < x.at(low):
+                # Buckets between these two are empty.
+                points += [(points[-1][0], 0.0), (x.at(low), 0.0)]
+            elif not points:
+                points.append((x.at(low), 0.0))
+            points += [(x.at(low), y.at(density)), (x.at(high), y.at(density))]
+        points.append((points[-1][0], 0.0))
+        chart.line(points, f"n{place % 2} outline")
+    return chart.render()
 
 
-def _bucket_scale(edges: Sequence[tuple[int, int]], unit: str) -> Scale:
-    """Buckets in equal steps: for powers of two that is a logarithm, and zero has a place.
+def _step(bucket: Bucket) -> tuple[float, float, float]:
+    """A bucket's ends, zero moved to where a logarithm has it, and events per doubling."""
+    low, high = max(float(bucket.low), 0.5), max(float(bucket.high), 1.0)
+    return low, high, bucket.count / math.log2(high / low)
 
-    Times are labelled at the buckets' lower edges, counts in the buckets' middles.
-    """
+
+def _draw_counts(nodes: Sequence[Histogram], title: str, description: str) -> str:
+    """A bar for every bucket, and a place for each gap between two."""
+    edges = sorted({(bucket.low, bucket.high) for one in nodes for bucket in one.buckets})
+    gaps = [(high, low) for (_, high), (low, _) in pairwise(edges) if high < low]
+    edges = sorted(edges + gaps)
     room = 1.0 / len(edges)
-    if unit == "ns":
-        step = -(-len(edges) // 5)
-        ticks = [Tick(number * room, nanoseconds(low)) for number, (low, _) in enumerate(edges)][
-            ::step
-        ]
-    else:
-        step = -(-len(edges) // 10)
-        ticks = [
-            Tick((number + 0.5) * room, _bucket_name(edge, unit))
-            for number, edge in enumerate(edges)
-        ][::step]
-    return Scale(0.0, 1.0, float, tuple(ticks))
-
-
-def _without_empty_ends(
-    edges: Sequence[tuple[int, int]], nodes: Sequence[Histogram]
-) -> list[tuple[int, int]]:
-    filled = {(b.low, b.high) for one in nodes for b in one.buckets if b.count}
-    places = [place for place, edge in enumerate(edges) if edge in filled]
-    return list(edges[places[0] : places[-1] + 1]) if places else list(edges)
+    ticks = [
+        Tick((place + 0.5) * room, _bucket_name(edge, "count")) for place, edge in enumerate(edges)
+    ]
+    x = Scale(0.0, 1.0, float, tuple(ticks[:: -(-len(ticks) // 10)]))
+    y = linear_scale(max(bucket.count for one in nodes for bucket in one.buckets))
+    chart = Chart(LOW, x, y, "counted", "events", title, description)
+    for place, one in enumerate(nodes):
+        width = 0.86 * room / len(nodes)
+        for number_, edge in enumerate(edges):
+            if count := _count_in(one, edge):
+                left = (number_ + 0.07) * room + place * width
+                says = f"{one.node}: {count} in {_bucket_name(edge, 'count')}"
+                chart.bar(left, left + width, y.at(count), f"n{place % 2} bar", says)
+    return chart.render()
 
 
 def _bucket_name(edge: tuple[int, int], unit: str) -> str:
@@ -282,8 +301,16 @@ def _count_in(histogram: Histogram, edge: tuple[int, int]) -> int:
     return sum(b.count for b in histogram.buckets if (b.low, b.high) == edge)
 
 
-def _total(histogram: Histogram) -> str:
-    return counted(sum(bucket.count for bucket in histogram.buckets), "event")
+def _summary(histogram: Histogram) -> str:
+    """``node0: 6000 events, median < 655 µs``: the bucket's end is what is known."""
+    total = sum(bucket.count for bucket in histogram.buckets)
+    end = quantile(histogram.buckets, 0.5)
+    words = f"{histogram.node}: {counted(total, 'event')}"
+    if end is None:
+        return words
+    if histogram.unit == "ns":
+        return f"{words}, median < {nanoseconds(end)}"
+    return f"{words}, median {'' if end < 5 else '≤ '}{end - 1}"
 
 
 def _given(measurement: Measurement) -> list[tuple[float, float]]:
@@ -308,7 +335,7 @@ def _legend(cells: Sequence[Cell], palette: Mapping[str, int]) -> tuple[Legend, 
 
 def _rounds_note(cells: Sequence[Cell]) -> str:
     rounds = max(len(cell.rounds) for cell in cells)
-    return f"{counted(rounds, 'round')}." if rounds > 1 else ""
+    return counted(rounds, "round") if rounds > 1 else ""
 
 
 def _colour(cell: Cell, palette: Mapping[str, int]) -> str:

@@ -64,11 +64,12 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Panel:
-    """A facet as the page shows it."""
+    """A facet as the page shows it; ``samples`` says whether lines count latencies."""
 
     title: str
     unit: str
     rounds: int
+    samples: bool
     lines: tuple[_Line, ...]
     against_size: charts.Figure | None
     figures: tuple[charts.Figure, ...]
@@ -84,7 +85,7 @@ class _Ratio:
     figure: str
     value: str
     span: str
-    rounds: str
+    rounds: int
     alternating: bool
     colour: int
     low: float
@@ -123,11 +124,11 @@ def write_report(
 ) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
-    Whatever is in the manifest is shown; ``name``, ``started`` and ``seconds`` are shown in
-    the head. Raises RdmalabError where the folder cannot be written.
+    Whatever is in the manifest (:mod:`rdmalab.lab.run`) is shown; its ``name``, ``started``
+    and ``ended`` make the head. Raises RdmalabError where the folder cannot be written.
     """
     path = run_folder / REPORT_NAME
-    page = render(run_folder.name, manifest, measurements)
+    page = render(run_folder.resolve().name, manifest, measurements)
     with replacing(path) as part:
         part.write_text(page, encoding="utf-8")
     return path
@@ -173,7 +174,7 @@ def render(
     palette = charts.colours(list(dict.fromkeys(cell.point.transport for cell in cells)))
     groups, axis = _ratio_groups(facets, palette)
     probe_cells, probes_left_out = _probe_cells(cells)
-    evidence = [_evidence(one) for one in measurements]
+    refused = [_evidence(one) for one in measurements if not is_proven(one)]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("rdmalab.measure.report"),
         autoescape=True,
@@ -197,30 +198,32 @@ def render(
         axis=axis,
         probe_cells=probe_cells,
         probes_left_out=probes_left_out,
-        missing_probes=_missing_probes(measurements),
-        evidence=evidence,
-        refused=[one for one in evidence if not one.proven],
+        silent_probes=_silent_probes(measurements),
+        measured=len(measurements),
+        refused=refused,
+        # A refusal is shown for each round that it befell; of a point that was proven every
+        # time, the round with the least coverage stands for all.
+        proven=[_evidence(worst_proof(cell)) for cell in cells if all(map(is_proven, cell.rounds))],
         manifest=_flat(manifest),
         manifest_json=json.dumps(manifest, indent=2, ensure_ascii=False, default=str),
     )
 
 
 def _head(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    started, ended = _moment(manifest.get("started")), _moment(manifest.get("ended"))
     facts = []
-    if manifest.get("started"):
-        facts.append(("started", _moment(str(manifest["started"]))))
-    if isinstance(manifest.get("seconds"), (int, float)):
-        facts.append(("took", f"{manifest['seconds']:.0f} s"))
+    if started:
+        facts.append(("started", started.strftime("%Y-%m-%d %H:%M:%S %Z").strip()))
+    if started and ended and (started.tzinfo is None) == (ended.tzinfo is None):
+        facts.append(("took", f"{(ended - started).total_seconds():.0f} s"))
     return facts
 
 
-def _moment(written: str) -> str:
-    """An ISO 8601 moment for people; anything else as it is."""
+def _moment(written: object) -> datetime | None:
     try:
-        moment = datetime.fromisoformat(written)
+        return datetime.fromisoformat(str(written))
     except ValueError:
-        return written
-    return moment.strftime("%Y-%m-%d %H:%M:%S %Z").strip()
+        return None
 
 
 def _panel(facet: Facet, palette: Mapping[str, int]) -> _Panel:
@@ -235,6 +238,7 @@ def _panel(facet: Facet, palette: Mapping[str, int]) -> _Panel:
         title=facet.title,
         unit="µs" if latency else "MiB/s",
         rounds=max(len(cell.rounds) for cell in facet.cells),
+        samples=latency,
         lines=tuple(_line(cell, palette) for cell in facet.cells),
         against_size=against if wide else None,
         figures=tuple(figure for figure in figures if figure),
@@ -302,7 +306,7 @@ def _ratio(one: Comparison, axis: Scale, palette: Mapping[str, int]) -> _Ratio:
         figure=one.figure,
         value=text.number(over.median),
         span=f"{text.number(over.low)}..{text.number(over.high)}" if over.rounds > 1 else "",
-        rounds=text.counted(over.rounds, "round"),
+        rounds=over.rounds,
         alternating=one.alternating,
         colour=palette[one.subject.point.transport],
         low=100 * axis.at(over.low),
@@ -358,14 +362,16 @@ def _probe_cells(cells: Sequence[Cell]) -> tuple[list[_ProbeCell], int]:
     return made, len(probed) - len(chosen)
 
 
-def _missing_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
-    """(node, probe, why) of probes that could not attach, each once."""
+def _silent_probes(measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
+    """(node, probe, why) of probes that show nothing in this run, each once: those that could
+    not attach, and those that were attached and counted nothing throughout."""
+    histograms = [one for measurement in measurements for one in measurement.histograms]
+    counted = {(one.node, one.probe) for one in histograms if one.buckets}
     return list(
         dict.fromkeys(
-            (one.node, charts.probe_title(one.probe, one.key), one.missing)
-            for measurement in measurements
-            for one in measurement.histograms
-            if one.missing
+            (one.node, charts.probe_title(one.probe, one.key), one.missing or "counted nothing")
+            for one in histograms
+            if one.missing or (one.node, one.probe) not in counted
         )
     )
 

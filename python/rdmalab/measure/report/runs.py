@@ -17,7 +17,11 @@ def find_run(run: str, results: Path) -> Path:
     that their order is the runs'. Raises UsageError where there is none.
     """
     if run == LATEST:
-        folders = sorted({path.parent for path in results.glob("*/*.parquet")})
+        # The harness keeps a link of this name to the newest run, which may be one of tests.
+        folders = sorted(
+            {path.parent.resolve() for path in results.glob("*/*.parquet")},
+            key=lambda folder: folder.name,
+        )
         if not folders:
             raise UsageError(
                 f"no run with measurements in {results.absolute()}",
@@ -26,7 +30,7 @@ def find_run(run: str, results: Path) -> Path:
         return folders[-1]
     for folder in (Path(run), results / run):
         if folder.is_dir():
-            return folder
+            return folder.resolve()
     raise UsageError(
         f"no run {run}",
         seen=f"neither a folder nor a name in {results.absolute()}",

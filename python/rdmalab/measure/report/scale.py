@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rdmalab.measure.report.text import axis_number, byte_size
+from rdmalab.measure.report.text import axis_number, byte_size, nanoseconds
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def log_scale(values: Sequence[float], *, most_ticks: int = 6) -> Scale:
     margin = (high / low) ** 0.04
     low, high = low / margin, high * margin
     return _with_ticks(low, high, math.log10, _round_values(low, high, most_ticks), axis_number)
+
+
+def time_scale(low: float, high: float, *, most_ticks: int = 5) -> Scale:
+    """A decimal logarithm over nanoseconds above zero."""
+    return _with_ticks(low, high, math.log10, _round_values(low, high, most_ticks), nanoseconds)
 
 
 def size_scale(sizes: Sequence[int], *, most_ticks: int = 8) -> Scale:

@@ -167,6 +167,7 @@ def _schema() -> pa.Schema:
             ("unit", text),
             ("buckets", pa.list_(bucket)),
             ("missing", text),
+            ("lost", whole),
         ]
     )
     integers = {"size", "qps", "iterations", "warmup"}

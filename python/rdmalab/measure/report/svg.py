@@ -45,7 +45,7 @@ NARROW = Box(360, 250)
 #: As wide as NARROW, for bars.
 LOW = Box(360, 190)
 #: For the width of the page's main column.
-WIDE = Box(800, 320, left=52)
+WIDE = Box(800, 320, left=52, bottom=38)
 
 
 @dataclass
@@ -125,8 +125,12 @@ class Chart:
         parts.append(
             f'<path class="axis" d="M{_short(box.left)} {_short(bottom)}H{_short(right)}"/>'
         )
+        # A unit stands over its tick labels; longer names need the room from the left edge on.
+        short = len(self.y_name) <= 5
         parts.append(
-            _text(box.left - 6, 12, "end" if len(self.y_name) < 6 else "start", self.y_name, "name")
+            _text(
+                box.left - 6 if short else 0, 12, "end" if short else "start", self.y_name, "name"
+            )
         )
         parts.append(_text(right, box.height - 3, "end", self.x_name, "name"))
         return parts

@@ -161,4 +161,10 @@ def _table(title: str) -> Table:
 
 
 def _column(table: Table, header: str, *, left: bool = False, width: int | None = None) -> None:
-    table.add_column(header, justify="left" if left else "right", no_wrap=True, min_width=width)
+    # Only the first column may fold: a long name does, before a figure is cut.
+    table.add_column(
+        header,
+        justify="left" if left else "right",
+        no_wrap=bool(table.columns),
+        min_width=width,
+    )

@@ -12,7 +12,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None) -> str:
-    """At most six characters below a million: ``0.42``, ``8.31``, ``64.2``, ``1250``."""
+    """At most six characters below a million: ``0.0421``, ``8.31``, ``64.2``, ``1250``."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -22,7 +22,11 @@ def number(value: float | None) -> str:
         return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-")
     if size >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if size >= 0.09995 else f"{value:.4f}"
 
 
 def axis_number(value: float) -> str:

@@ -17,6 +17,7 @@
  * two completions.
  */
 #include "common.h"
+#include "count_mark.h"
 
 #include <infiniband/verbs.h>
 #include <poll.h>
@@ -581,6 +582,7 @@ static int run_latency(struct run *r)
 	uint64_t n, now, before = 0;
 
 	for (n = 0; n < r->total; n++) {
+		count_mark_timed(n, job->warmup, job->iterations);
 		if (!job->initiator && wait_message(r, n))
 			return -1;
 		make_message(r, 0, n);

@@ -8,6 +8,7 @@
  * on non-blocking calls.
  */
 #include "common.h"
+#include "count_mark.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -175,6 +176,7 @@ static int run_latency(struct run *r)
 	uint64_t n, now, before = 0;
 
 	for (n = 0; n < r->total; n++) {
+		count_mark_timed(n, job->warmup, job->iterations);
 		if (!job->initiator && receive_message(r, s->rx, n))
 			return -1;
 		make_message(r, s->tx, n);

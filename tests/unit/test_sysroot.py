@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sysroot's set-up reads and keeps: package tables, the lock file, kernel images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rdmalab.errors import HostError, UsageError
+from rdmalab.lab.kernel import payload
+from rdmalab.lab.lockfile import Lock, LockedKernel
+from rdmalab.lab.sysroot import Packages, image_package, parse_madison
+
+REPO = Path(__file__).parents[2]
+
+MADISON = """\
+linux-image-amd64 | 7.3.4-1~bpo13+1 | http://mirror.example/debian trixie-backports/main amd64 Packages
+linux-image-amd64 | 6.12.118-1 | http://mirror.example/debian-security trixie-security/main amd64 Packages
+linux-signed-amd64 | 6.12.118+1 | http://mirror.example/debian trixie/main Sources
+"""  # noqa: E501
+
+
+def test_madison_gives_versions_with_their_suites_and_no_sources() -> None:
+    assert parse_madison(MADISON) == [
+        ("7.3.4-1~bpo13+1", "trixie-backports"),
+        ("6.12.118-1", "trixie-security"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("show", "package"),
+    [
+        (
+            "Depends: linux-base-amd64 (= 1), linux-image-7.3.4+deb13-amd64 (= 7.3.4-1~bpo13+1)",
+            "linux-image-7.3.4+deb13-amd64",
+        ),
+        ("Depends: linux-image-6.12.118+deb13-amd64", "linux-image-6.12.118+deb13-amd64"),
+    ],
+)
+def test_the_kernel_of_a_metapackage_is_found(show: str, package: str) -> None:
+    assert image_package(show) == package
+
+
+def test_a_metapackage_without_a_kernel_is_refused() -> None:
+    with pytest.raises(HostError):
+        image_package("Depends: linux-base")
+
+
+def test_packages_toml_is_valid_and_any_change_changes_its_digest(tmp_path: Path) -> None:
+    path = REPO / "vm" / "packages.toml"
+    packages = Packages.read(path)
+    assert {"stock", "lts"} <= set(packages.kernels)
+    assert set(packages.locked) <= {*packages.packages, *packages.backports_packages, "libc6"}
+    changed = tmp_path / "packages.toml"
+    changed.write_text(path.read_text() + "# more\n")
+    assert Packages.read(changed).digest != packages.digest
+
+
+def test_a_damaged_packages_toml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "packages.toml"
+    path.write_text("suite = 'x'\n")
+    with pytest.raises(UsageError, match=r"packages\.toml"):
+        Packages.read(path)
+
+
+def test_a_lock_is_read_as_it_was_written_and_an_absent_one_is_empty(tmp_path: Path) -> None:
+    lock = Lock({"gcc": "14"}, {"stock": LockedKernel("7.3.4+deb13-amd64", "7.3.4-1")})
+    path = tmp_path / "build.lock.json"
+    assert Lock.read(path) == Lock()
+    lock.write(path)
+    assert Lock.read(path) == lock
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}'])
+def test_a_damaged_lock_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "build.lock.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="delete it"):
+        Lock.read(path)
+
+
+def bz_image(data: bytes) -> bytes:
+    head = bytearray(0x260)
+    head[0x1F1] = 3
+    head[0x202:0x206] = b"HdrS"
+    head[0x248:0x24C] = (16).to_bytes(4, "little")
+    head[0x24C:0x250] = (len(data) + 4).to_bytes(4, "little")
+    return bytes(head).ljust(4 * 512 + 16, b"\0") + data + b"SIZE"
+
+
+def test_the_payload_of_a_kernel_image_is_found() -> None:
+    data = b"\x28\xb5\x2f\xfd compressed"
+    assert payload(bz_image(data)) == data
+
+
+@pytest.mark.parametrize("image", [b"", b"MZ" * 500, bz_image(b"\x1f\x8b gzip")])
+def test_what_is_no_zstd_kernel_is_refused(image: bytes) -> None:
+    with pytest.raises(ValueError, match=r"bzImage|zstd"):
+        payload(image)
