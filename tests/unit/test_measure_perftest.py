@@ -108,6 +108,7 @@ def test_command_lines_of_both_ends() -> None:
     ("point", "why"),
     [
         (replace(SEND, op="write"), r"refuses events for write"),
+        (replace(SEND, op="write_imm", kind="bandwidth"), r"refuses events for write_imm"),
         (replace(SEND, transport="tcp"), "RDMA only"),
         (replace(SEND, op="read", service="UC"), "not defined for UC"),
         (replace(SEND, op="write_imm", service="UD", mode="poll"), "not defined for UD"),

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import pytest
 
 from rdmalab.lab.node import LinkEnd, Node
 from rdmalab.rdma import inventory
-from rdmalab.rdma.model import Device
+from rdmalab.rdma.model import Device, gid_address
 
 _SCHEMA = Path(__file__).parents[2] / "docs/schemas/rdma-show.schema.json"
-_STEP = 20.0  # seconds that a step of a check may take on the node
+_STEP = 20.0  # seconds that a step of a check may take on the reference machine
 
 
 def _end(node: Node) -> LinkEnd:
@@ -57,10 +58,15 @@ def _refusal(node: Node, args: Sequence[str], status: int) -> str:
     return line
 
 
+def _queue_pairs(node: Node) -> int:
+    [row] = json.loads(node.run(["rdma", "-j", "resource", "show", _name(node)]).stdout)
+    return int(row["qp"])
+
+
 @pytest.fixture
 def pair(node0: Node, node1: Node) -> tuple[Node, Node]:
-    for node in (node0, node1):
-        _setup(node)
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(_setup, (node0, node1)))
     return node0, node1
 
 
@@ -75,7 +81,7 @@ def _talk(
     """Both ends of a check: status, stdout and stderr of the listener and of the caller."""
     node0, node1 = pair
     address = address or _ipv4(node0)
-    ending = ["--seconds", str(_STEP), *common]
+    ending = ["--seconds", str(_STEP * node0.deadlines.factor), *common]
     with node0.popen_python(
         "rdmalab.rdma", ["check", "--listen", address, *ending, *listener]
     ) as server:
@@ -160,34 +166,31 @@ def test_messages_arrive_as_they_were(
     here, there = json.loads(served[1]), json.loads(called[1])
     assert here["service"] == there["service"] == service
     assert (here["gid"]["address"], here["gid"]["type"]) == (address, "RoCE v2")
-    assert there["peer_gid"] == here_gid(pair[0], here["gid"]["index"])
+    assert gid_address(there["peer_gid"]) == ipaddress.ip_address(address)
     assert (here["qps"], there["qps"]) == (there["peer_qps"], here["peer_qps"])
     # Each queue pair's C structure was found, and each address handle's.
     assert here["qp_pointers"] == len(here["qps"])
     assert here["handle_pointers"] == (len(here["qps"]) if service == "UD" else 0)
     assert here["path_mtu"] == (1024 if "path_mtu=1024" in more else 4096)
     for node in pair:
-        assert _device(node).in_use.qp == 1, "queue pairs are left behind"
+        assert _queue_pairs(node) == 1, "queue pairs are left behind"
 
 
-def here_gid(node: Node, index: int) -> str:
-    [gid] = [gid.gid for gid in _device(node).port(1).gids if gid.index == index]
-    return gid
-
-
-def test_traffic_class_and_hop_limit_are_on_the_wire(pair: tuple[Node, Node]) -> None:
+def test_traffic_class_is_on_the_wire(pair: tuple[Node, Node]) -> None:
     """What the profile says is in the IPv4 header that the other end sees."""
     _, node1 = pair
     netdev = _end(node1).netdev
     capture = ["tcpdump", "-i", netdev, "-n", "-v", "-c", "4", "udp dst port 4791 and inbound"]
     with node1.popen(capture) as tcpdump:
-        time.sleep(3.0)
-        served, called = _talk(
-            pair, ["--set", "service=UC", "--set", "traffic_class=104", "--set", "hop_limit=3"]
-        )
+        until = time.monotonic() + 120
+        while "listening on" not in tcpdump.stderr():
+            assert tcpdump.poll() is None, tcpdump.stderr()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        served, called = _talk(pair, ["--set", "service=UC", "--set", "traffic_class=104"])
         assert (served[0], called[0]) == (0, 0), served[2] + called[2]
         seen = tcpdump.wait(_STEP).stdout
-    assert seen.count("tos 0x68, ttl 3") == 4, seen
+    assert seen.count("tos 0x68,") == 4, seen
 
 
 def test_setup_refuses_in_one_line(pair: tuple[Node, Node]) -> None:
@@ -273,7 +276,7 @@ def test_an_invalid_profile_is_refused(pair: tuple[Node, Node], tmp_path: Path, 
 _PEER = """
 import socket, sys, time
 address, port, sends, seconds = sys.argv[1:]
-until = time.monotonic() + 15
+until = time.monotonic() + 120
 while True:
     try:
         peer = socket.create_connection((address, int(port)), 2)
@@ -293,8 +296,8 @@ time.sleep(float(seconds))
         ("5353482d322e302d780d0a0000000000", "does not speak this protocol: first bytes 53 53"),
         ("72646d616c61620a0002000700000002" + "7b7d", "speaks version 2.7 of the exchange, we sp"),
         ("72646d616c61620a00010000ffffffff", "too long: 4294967295 bytes, at most 65536"),
-        ("72646d616c61620a0001000000000010" + "7b22", "no whole message: 2 of 16 bytes in 3 s"),
-        ("", "the peer sent no whole message: nothing in 3 s"),
+        ("72646d616c61620a0001000000000010" + "7b22", "no whole message: 2 of 16 bytes in 5 s"),
+        ("", "the peer sent no whole message: nothing in 5 s"),
     ],
     ids=["garbage", "another version", "too long", "half a message", "nothing"],
 )
@@ -302,17 +305,17 @@ def test_a_bad_peer_ends_in_one_line_in_time(
     pair: tuple[Node, Node], sends: str, line: str
 ) -> None:
     node0, node1 = pair
-    argv = ["check", "--listen", _ipv4(node0), "--seconds", "3", "--port", "18600"]
+    argv = ["check", "--listen", _ipv4(node0), "--seconds", "5", "--port", "18600"]
     with (
-        node1.popen(["python3", "-c", _PEER, _ipv4(node0), "18600", sends, "8"]),
+        node1.popen(["python3", "-c", _PEER, _ipv4(node0), "18600", sends, "10"]),
     ):
-        # The peer waits for the listener; the listener for the peer at most its 3 s.
+        # The peer waits for the listener; the listener for the peer at most its 5 s.
         result = node0.python("rdmalab.rdma", argv, check=False, timeout=30.0)
     assert result.status == 1
     [only] = result.stderr.splitlines()
     assert line in only
     assert _ipv4(node1) in only
-    assert _device(node0).in_use.qp == 1
+    assert _queue_pairs(node0) == 1
 
 
 def test_nobody_at_the_other_end(pair: tuple[Node, Node]) -> None:

@@ -25,7 +25,7 @@ from rdmalab.probe.histogram import Histogram
 
 DRIVER = "rdmalab.measure.node"
 BASE_PORT = 18600
-IDLE_S = 20.0
+IDLE_S = 10.0
 START_S = 120.0  # for Python to start and ship under emulation
 _ENDING_S = 5.0
 _SLOWEST = 1 << 20  # bytes per second below which a measurement is given up
@@ -344,8 +344,8 @@ def run(
     factor: float = 1.0,
     progress: Progress = lambda line: None,
 ) -> list[Measurement]:
-    """Every point ``alternations`` times, our tool and (where asked, and where it can)
-    perftest in turn within each.
+    """All points in turn, ``alternations`` times, our tool and (where asked, and where it
+    can) perftest in turn for each.
 
     A point that nothing can measure is refused (UsageError) before anything is started. A
     measurement without proof is returned with its reason and without numbers. ``factor``
@@ -360,14 +360,18 @@ def run(
     where = route or route_between(from_, to)
     done: list[Measurement] = []
     with Pair(from_, to, where, factor=factor) as pair:
+        plans = []
         for point in points:
             plan = ["rdmalab"]
             if perftest and (why := tools.supports(point)):
                 progress(f"{describe(point)}: without perftest: {why}")
             elif perftest:
                 plan.append("perftest")
-            for turn in range(alternations):
-                # Who goes first changes, so that a drift within a turn favours neither.
+            plans.append((point, plan))
+        for turn in range(alternations):
+            # Rounds are outermost, so that transports alternate as tools do; who goes first
+            # changes, so that a drift within a round favours neither.
+            for point, plan in plans:
                 for tool in plan if turn % 2 == 0 else plan[::-1]:
                     progress(f"{describe(point)}: {tool}, round {turn + 1} of {alternations}")
                     with _probing(probes if tool == "rdmalab" else None) as gathered:

@@ -134,7 +134,7 @@ def listen(endpoint: Endpoint, port: int = DEFAULT_PORT, *, seconds: float) -> C
         undo.callback(peer.close)
         event.ack_cm_event()
         try:
-            remote = _unpack(private)
+            remote = unpack(private)
             endpoint.agree(remote)
             remote = _to_rts(endpoint, peer, remote)
         except RdmalabError as error:
@@ -201,7 +201,7 @@ def _connect_once(endpoint: Endpoint, address: str, port: int, deadline: float) 
         wanted = ce.RDMA_CM_EVENT_CONNECT_RESPONSE if reliable else ce.RDMA_CM_EVENT_ESTABLISHED
         event = _first_answer(channel, wanted, deadline)
         try:
-            remote = _unpack(event.private_data)
+            remote = unpack(event.private_data)
             if not reliable:
                 given = UDParam(event)
                 qp = QpAddress(given.qp_num, 0, given.qkey)
@@ -288,7 +288,7 @@ def _parameters(endpoint: Endpoint) -> Any:
     from pyverbs.cmid import ConnParam
 
     profile = endpoint.profile
-    data = _pack(endpoint.local)
+    data = pack(endpoint.local)
     parameters = ConnParam(
         resources=profile.max_dest_rd_atomic,
         depth=profile.max_rd_atomic,
@@ -303,7 +303,8 @@ def _parameters(endpoint: Endpoint) -> Any:
     return parameters
 
 
-def _pack(local: EndpointAddress) -> bytes:
+def pack(local: EndpointAddress) -> bytes:
+    """An end of one queue pair as private data: its service is RC or UD."""
     qp = local.qps[0]
     return _PRIVATE.pack(
         _MAGIC,
@@ -320,8 +321,9 @@ def _pack(local: EndpointAddress) -> bytes:
     )
 
 
-def _unpack(data: bytes) -> EndpointAddress:
-    """What a peer's private data says; rdma_cm pads it with zeros."""
+def unpack(data: bytes) -> EndpointAddress:
+    """What a peer's private data says (rdma_cm pads it with zeros); ``RdmalabError`` for
+    what is no description and for another major version."""
     if len(data) < _PRIVATE.size or data[:2] != _MAGIC:
         raise RdmalabError(
             "rdma_cm: the peer sent no description of its end", seen=data[:16].hex(" ") or "nothing"

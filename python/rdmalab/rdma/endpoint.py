@@ -85,13 +85,15 @@ class EndpointAddress:
         try:
             if data["kind"] != "endpoint" or data["service"] not in ("RC", "UC", "UD"):
                 raise ValueError(f"kind {data['kind']!r}, service {data['service']!r}")
-            if data["mtu"] not in MTUS:
-                raise ValueError(f"mtu {data['mtu']!r}")
-            gid_address(data["gid"])
+            mtu = _unsigned(data["mtu"], 16)
+            if mtu not in MTUS:
+                raise ValueError(f"mtu {mtu}")
+            if not isinstance(data["gid"], str):  # an integer would do for ipaddress
+                raise ValueError(f"gid {data['gid']!r}")
             return cls(
                 service=data["service"],
-                gid=data["gid"],
-                mtu=data["mtu"],
+                gid=gid_text(data["gid"]),
+                mtu=mtu,
                 buffer=_unsigned(data["buffer"], 64),
                 length=_unsigned(data["length"], 63),
                 rkey=_unsigned(data["rkey"], 32),

@@ -39,7 +39,7 @@ MAX_BODY = 64 * 1024
 DEFAULT_PORT = 18515
 
 _HEADER = struct.Struct("!8sHHI")
-_NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 @dataclass(frozen=True, order=True)
@@ -144,6 +144,8 @@ class Channel:
         self._version = version
         self._where = _peer_name(connection)
         try:
+            if not _NODE.fullmatch(node):
+                raise UsageError(f"{node!r} is no node name", todo="letters, digits, . _ -")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.send({"kind": "hello", "node": node})
             self.peer = self._hello()

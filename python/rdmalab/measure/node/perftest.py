@@ -33,10 +33,8 @@ def supports(point: Point) -> str:
     """Why perftest cannot measure the point; empty where it can."""
     if point.transport == "tcp":
         return "perftest measures RDMA only"
-    if point.op == "write" and point.mode == "event":
-        return "perftest refuses events for write (-e)"
-    if point.op == "write_imm" and point.mode == "event" and point.kind == "latency":
-        return "perftest's write with immediate has no event mode for latency"
+    if point.op in ("write", "write_imm") and point.mode == "event":
+        return f"perftest refuses events for {point.op} (-e)"
     if point.service != "RC" and point.op in ("read", "fetch_add", "cmp_swap"):
         return f"{point.op} is not defined for {point.service}"
     if point.service == "UD" and point.op != "send":

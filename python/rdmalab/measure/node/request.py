@@ -50,7 +50,7 @@ class Request:
     port: int
     claim: Claim
     profile: dict[str, Any] = field(default_factory=dict)
-    idle_s: float = 20.0
+    idle_s: float = 10.0
     total_s: float = 600.0
     setup: bool = False
 
