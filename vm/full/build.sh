@@ -66,6 +66,9 @@ for generator in $(sed 's/#.*//' "$data/mask-generators"); do
 done
 in_image systemctl -q set-default multi-user.target
 chmod a-x "$image/etc/grub.d/10_linux"
+# It links to an /etc/modules of comments, for which systemd-modules-load would be started.
+# What a role puts into /etc/modules-load.d is loaded.
+rm -f "$image/etc/modules-load.d/modules.conf"
 in_image systemd-hwdb update
 in_image ldconfig
 in_image journalctl -q --update-catalog
