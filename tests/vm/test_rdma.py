@@ -176,7 +176,7 @@ def test_messages_arrive_as_they_were(
         assert _queue_pairs(node) == 1, "queue pairs are left behind"
 
 
-def test_traffic_class_and_hop_limit_are_on_the_wire(pair: tuple[Node, Node]) -> None:
+def test_traffic_class_is_on_the_wire(pair: tuple[Node, Node]) -> None:
     """What the profile says is in the IPv4 header that the other end sees."""
     _, node1 = pair
     netdev = _end(node1).netdev
@@ -187,12 +187,10 @@ def test_traffic_class_and_hop_limit_are_on_the_wire(pair: tuple[Node, Node]) ->
             assert tcpdump.poll() is None, tcpdump.stderr()
             assert time.monotonic() < until
             time.sleep(0.1)
-        served, called = _talk(
-            pair, ["--set", "service=UC", "--set", "traffic_class=104", "--set", "hop_limit=3"]
-        )
+        served, called = _talk(pair, ["--set", "service=UC", "--set", "traffic_class=104"])
         assert (served[0], called[0]) == (0, 0), served[2] + called[2]
         seen = tcpdump.wait(_STEP).stdout
-    assert seen.count("tos 0x68, ttl 3") == 4, seen
+    assert seen.count("tos 0x68,") == 4, seen
 
 
 def test_setup_refuses_in_one_line(pair: tuple[Node, Node]) -> None:
