@@ -16,6 +16,9 @@ from rdmalab.lab.sysroot import Sysroot
 _MODULES = (
     "virtio_pci", "virtio_blk", "erofs", "overlay", "virtio_net", "virtio_rng", "pvpanic_pci",
 )  # fmt: skip
+#: Needed where the kernel has it: up to 6.12 erofs asks the crypto API for CRC32C by name
+#: (softdep of libcrc32c), later kernels compute it in a library.
+_WHERE_THERE = ("crc32c_generic",)
 _DIRECTORY, _FILE, _LINK = 0o040000, 0o100000, 0o120000
 
 
@@ -60,9 +63,12 @@ class Archive:
         return whole.ljust(-(-len(whole) // 512) * 512, b"\0")
 
 
-def load_order(modules: Path, names: Iterable[str]) -> list[str]:
+def load_order(
+    modules: Path, names: Iterable[str], where_there: Iterable[str] = ()
+) -> list[str]:
     """Module files for ``names`` in the order they can be loaded, from modules.dep; what
-    modules.builtin names is left out. Raises HostError for one that is neither."""
+    modules.builtin names is left out. Raises HostError for one that is neither. Those of
+    ``where_there`` that the kernel has come first."""
     dependencies: dict[str, list[str]] = {}
     by_name: dict[str, str] = {}
     for line in (modules / "modules.dep").read_text().splitlines():
@@ -82,6 +88,9 @@ def load_order(modules: Path, names: Iterable[str]) -> list[str]:
         if file not in order:
             order.append(file)
 
+    for name in where_there:
+        if name in by_name:
+            add(by_name[name])
     for name in names:
         if name in by_name:
             add(by_name[name])
@@ -99,7 +108,7 @@ def base(sysroot: Sysroot, kernel: Kernel, guest: Path) -> bytes:
     for applet in ("sh", "mount", "mkdir", "insmod", "cat", "cp", "switch_root"):
         archive.link(f"bin/{applet}", "busybox")
     archive.file("init", (guest / "init").read_bytes(), 0o755)
-    order = load_order(kernel.modules, _MODULES)
+    order = load_order(kernel.modules, _MODULES, _WHERE_THERE)
     for file in order:
         archive.file(f"modules/{Path(file).name}", (kernel.modules / file).read_bytes())
     listing = "".join(f"{Path(file).name}\n" for file in order)
