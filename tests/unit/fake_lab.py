@@ -38,7 +38,7 @@ class FakeNode(Node):
                       4200, peer)  # fmt: skip
         super().__init__(name, Endpoint("192.0.2.1"), {"roce0": end}, deadlines=lab.deadlines)
         self._lab = lab
-        self.state = "up"  # up | hung | dead
+        self.state = "up"  # up | hung | dead | broken (its sshd alone)
 
     def run(
         self,
@@ -68,7 +68,7 @@ class FakeNode(Node):
             raise CommandFailed("false", node=self.name, seen="exit status 1")
         while self.state == "hung" or argv[0] == "sleep":
             self._wait(self.pause(argv[0], own))
-        if self.state == "dead":
+        if self.state in ("dead", "broken"):
             raise NodeLost("the connection broke", node=self.name)
         return Result(tuple(argv), 0, "", "", 0.0)
 
@@ -78,7 +78,7 @@ class FakeNode(Node):
         time.sleep(min(seconds, 0.02))
 
     def answers(self, timeout: float = 5.0) -> bool:
-        return self.state == "up"
+        return self.state in ("up", "broken")
 
 
 @dataclass

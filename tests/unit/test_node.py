@@ -70,6 +70,13 @@ def _processes(word: str) -> list[int]:
     return found
 
 
+def _leash_pid(directory: str) -> int:
+    """The shell on the far side whose argument is the leash's own key."""
+    key = directory.rpartition("/")[2]
+    [pid] = [pid for pid in _processes(key) if _processes("sh").count(pid)]
+    return pid
+
+
 def _marker() -> str:
     # A fraction: sleep takes it, and no other process has it.
     return f"1000.{uuid.uuid4().int % 10**12:012d}"
@@ -207,8 +214,8 @@ class TestDeadline:
         assert _gone(marker)
 
     def test_the_factor_stretches_a_timeout(self, node: Node) -> None:
-        node.deadlines = Deadlines(factor=10)
-        node.run(["sleep", "0.8"], timeout=0.2)
+        node.deadlines = Deadlines(factor=100)
+        node.run(["sleep", "0.8"], timeout=0.3)
 
 
 class TestLoss:
@@ -219,6 +226,15 @@ class TestLoss:
                 node.run(["true"])
             fake.up()
             node.run(["true"])
+
+    def test_a_deadline_that_passes_while_connecting_is_one(self, node: Node) -> None:
+        passed = node.deadlines.make("test", 0.0)
+        node.deadlines.push(passed)
+        with (
+            Node("node0", Endpoint("192.0.2.1"), deadlines=node.deadlines, ssh=["false"]) as lost,
+            pytest.raises(DeadlineExceeded, match="not connected yet"),
+        ):
+            lost.run(["true"])
 
     def test_connection_that_dies_under_a_command(self, node: Node) -> None:
         marker = _marker()
@@ -258,6 +274,20 @@ class TestLoss:
             node.run(["true"])
         node.resume()
         node.run(["true"])
+
+    def test_a_node_answers_or_not(self, node: Node) -> None:
+        assert node.answers()  # without a connection
+        node.run(["true"])
+        assert node.answers()
+        leash = node._leash
+        assert leash is not None
+        # What a guest that hangs looks like from here: a connection that says nothing.
+        group = _leash_pid(leash._directory)
+        os.kill(group, signal.SIGSTOP)
+        try:
+            assert not node.answers(0.5)
+        finally:
+            os.kill(group, signal.SIGCONT)
 
     def test_no_ssh_on_the_host(self) -> None:
         with pytest.raises(HostError, match="apt install openssh-client"):

@@ -263,6 +263,24 @@ def test_b(node0):
     assert outcome.actions == ["restart node0", "down"]
 
 
+def test_a_connection_that_breaks_while_qemu_runs_is_the_guests_doing(session: Session) -> None:
+    outcome = session(
+        """
+def test_a(lab, node0):
+    lab.nodes["node0"].state = "broken"
+    node0.run(["true"])
+
+def test_b(node0):
+    pass
+"""
+    )
+    assert outcome.status == 1
+    [(kind, message)] = outcome.cases["test_a"]
+    assert (kind, message) == ("failed", "node0: the connection broke")
+    assert outcome.cases["test_b"] == []
+    assert "restart node0" in outcome.actions
+
+
 def test_a_lost_qemu_ends_the_session(session: Session) -> None:
     outcome = session(
         """

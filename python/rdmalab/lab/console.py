@@ -19,6 +19,7 @@ _HEAD_LINES = 12  # a "cut here" that is not followed by its reason within these
 _PREFIX = re.compile(r"^(?:<\d+>)?(?:\[ *\d+\.\d{3,9}\] ?)?(?:\[ *[TC]\d+\] ?)?")
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 
+_BOOT = "Linux version "
 _CUT = "------------[ cut here ]------------"
 _TASK_END = re.compile(r"^ ?</TASK>")
 _TRACE_END = re.compile(r"^---\[ end trace")
@@ -296,6 +297,10 @@ class Scanner:
 
     def _line(self, raw: bytes, offset: int) -> list[Splat]:
         line = clean(raw[:_LINE_LIMIT])
+        if line.startswith(_BOOT):
+            # A guest that is stopped at its panic never prints the panic's end; what comes
+            # next in its file is another boot.
+            return self._close(complete=False)
         if line.startswith(_CUT):
             before = self._open
             kind = before.rule.kind if before and before.rule else ""

@@ -23,7 +23,7 @@ from rdmalab.lab.run import Run, slug
 _POLL = 0.25  # seconds between two looks at the lab's events
 _CAPTURED = ("roce", "tcp")  # kinds of links whose packets QEMU sees
 _MARK_SECONDS = 5.0  # for a line from /dev/kmsg to the console file
-_ANSWER_SECONDS = 10.0  # for a node that is alive to say so
+_ANSWER_SECONDS = 5.0  # for a node that is alive to say so
 _DUMP_SECONDS = 20.0  # for what an NMI makes the guest print
 _DUMP_QUIET = 1.5  # seconds of silence after which a dump has ended
 _EVENT_SECONDS = 2.0  # from a broken connection to the event that explains it
@@ -200,11 +200,16 @@ class Guard:
             self._await_events()
         with self._lock:
             self._take_events()
+        explained = self._gone or self._panicked or self._powered_off
         if isinstance(error, DeadlineExceeded):
             self._diagnose(test, str(error))
+        elif isinstance(error, NodeLost) and not explained:
+            # All QEMUs run: what broke the connection is in the guest, and the test's.
+            self._diagnose(test, str(error))
+            test.failures.append(str(error))
         self._mark(test)
         self._collect(test)
-        lost = self._find_lost(test, error)
+        lost = self._find_lost(test)
         failures = [*self._find_panics(test), *test.failures, *self._find_splats(test)]
         if lost is not None or failures or error is not None:
             for name in sorted(self._dirty):
@@ -226,7 +231,7 @@ class Guard:
             f"{splat.node}: {splat.title} (during teardown)"
             for splat in self._not_expected(test, test.splats)
         ]
-        lost = self._find_lost(test, None)
+        lost = self._find_lost(test)
         self._end_captures(test, keep=failed or bool(failures) or lost is not None)
         with self._lock:
             self._test = None
@@ -438,15 +443,10 @@ class Guard:
         for console in self._consoles.values():
             test.splats += console.finish()
 
-    def _find_lost(self, test: _Watched, error: BaseException | None) -> NodeLost | None:
+    def _find_lost(self, test: _Watched) -> NodeLost | None:
         with self._lock:
             gone = [each for name, each in self._gone.items() if name not in test.expected.kills]
-        if gone:
-            return gone[0]
-        explained = self._panicked or self._powered_off or self._dirty & test.expected.kills
-        if isinstance(error, NodeLost) and not explained:
-            return error
-        return None
+        return gone[0] if gone else None
 
     def _find_panics(self, test: _Watched) -> list[str]:
         wanted = test.expected.panic

@@ -28,7 +28,7 @@ __all__ = ["Endpoint", "LinkEnd", "Node", "NodePanicked", "Process", "Result"]
 
 OUTPUT_LIMIT = 16 << 20  # bytes kept of each of a command's outputs
 _SLICE = 0.2  # seconds between two looks at deadlines and interrupts
-_GRACE = 3.0  # seconds from TERM to KILL, before the slow-machine factor
+_GRACE = 2.0  # seconds from TERM to KILL, times the slow-machine factor up to 3
 
 
 class NodePanicked(RdmalabError):
@@ -176,18 +176,16 @@ class Node:
                 return time.monotonic() - start
 
     def answers(self, timeout: float = 5.0) -> bool:
-        """Whether a command runs on the node within that many reference seconds,
-        whatever layer's deadline has passed."""
-        other = Node(
-            self.name, self.endpoint, deadlines=Deadlines(self.deadlines.factor), ssh=self._ssh
-        )
+        """Whether the node says anything within that many reference seconds, whatever
+        layer's deadline has passed."""
+        seconds = timeout * self.deadlines.factor
+        leash = self._leash
+        if leash is not None and leash.alive:
+            return leash.ask("0", seconds) is not None
         try:
-            other._connect(timeout * self.deadlines.factor)
-            other.run(["true"], timeout=timeout)
+            Leash(self.name, self.endpoint, ssh=self._ssh, timeout=seconds).drop()
         except RdmalabError:
             return False
-        finally:
-            other.drop()
         return True
 
     def interrupt(self, error: RdmalabError) -> None:
@@ -239,7 +237,9 @@ class Node:
     def finish(self, lease: Lease, argv: tuple[str, ...], status: int, error: str) -> int:
         """The command's own status from that of its ssh, which is 255 for what ssh itself
         went through as well."""
-        if status == 255 or status < 0:
+        # The leash ends what runs when its connection breaks, and that may be told first.
+        ended_with_it = status in (137, 143) and not lease.leash.alive
+        if status == 255 or status < 0 or ended_with_it:
             fate = lease.fate(5.0 * self.deadlines.factor) if status == 255 else None
             if fate is None or fate == "absent":
                 if self._interrupt is not None:
@@ -259,18 +259,22 @@ class Node:
 
     def end(self, lease: Lease, local: subprocess.Popen[bytes]) -> None:
         """End one command: TERM, then KILL, then its ssh."""
-        if self._interrupt is None:
-            lease.end("TERM")
-            with suppress(subprocess.TimeoutExpired):
-                local.wait(_GRACE * self.deadlines.factor)
-            # Also when the leader has ended: its group may hold one that ignores TERM.
-            lease.end("KILL")
-            lease.forget()
-            with suppress(subprocess.TimeoutExpired):
-                local.wait(_GRACE * self.deadlines.factor)
-        if local.poll() is None:
+        # Bounded also where a deadline on a slow machine has long passed: a node that
+        # hangs takes the whole of it.
+        grace = _GRACE * min(self.deadlines.factor, 3.0)
+        try:
+            if self._interrupt is None:
+                lease.end("TERM")
+                with suppress(subprocess.TimeoutExpired):
+                    local.wait(grace)
+                # Also when the leader has ended: its group may hold one that ignores TERM.
+                lease.end("KILL")
+                lease.forget()
+                with suppress(subprocess.TimeoutExpired):
+                    local.wait(grace)
+        finally:
             local.kill()
-        local.wait()
+            local.wait()
 
     # Private
 
@@ -286,7 +290,13 @@ class Node:
             if timeout is None:
                 timeout = max(1.0, min(30.0 * self.deadlines.factor, self.deadlines.remaining()))
             self._shipped = ""
-            self._leash = Leash(self.name, self.endpoint, ssh=self._ssh, timeout=timeout)
+            try:
+                self._leash = Leash(self.name, self.endpoint, ssh=self._ssh, timeout=timeout)
+            except NodeLost as error:
+                passed = self.deadlines.passed()
+                if passed is not None:
+                    raise passed.error("not connected yet", node=self.name) from error
+                raise
             return self._leash
 
     def _run(
