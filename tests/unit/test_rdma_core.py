@@ -137,9 +137,9 @@ def test_a_module_that_cannot_be_imported_fails(source: Path) -> None:
     assert "there_is_no_such_module" in reason
 
 
-def _report(kernel: str = "7.3.4", **outcomes: str) -> core_known.Report:
+def _report(kernel: str = "7.3.4", reason: str = "E: lost 1", **outcomes: str) -> core_known.Report:
     tests = [
-        {"test": name, "outcome": outcome, "seconds": 0.1, "reason": "", "trace": ""}
+        {"test": name, "outcome": outcome, "seconds": 0.1, "reason": reason, "trace": ""}
         for name, outcome in outcomes.items()
     ]
     data = {"schema": SCHEMA, "kernel": kernel, "device": "rxe0", "tests": tests}
@@ -151,8 +151,11 @@ def known(tmp_path: Path) -> core_known.KnownFailures:
     path = tmp_path / "known.toml"
     path.write_text(
         "passed_at_least = 2\n"
-        '[[failure]]\ntest = "old"\nreason = "r"\nuntil = "u"\n'
-        '[[failure]]\ntest = "lts"\nreason = "r"\nuntil = "u"\nkernels = ["6.12."]\n'
+        '[[failure]]\ntest = "old"\nmatch = "lost"\nreason = "r"\nuntil = "u"\n'
+        '[[failure]]\ntest = "race"\nmatch = "lost"\nreason = "r"\nuntil = "u"\n'
+        "sometimes = true\n"
+        '[[failure]]\ntest = "lts"\nmatch = "lost"\nreason = "r"\nuntil = "u"\n'
+        'kernels = ["6.12."]\n'
     )
     return core_known.load(path)
 
@@ -176,6 +179,18 @@ def test_a_known_failure_that_passes_is_said(known: core_known.KnownFailures) ->
     assert core_known.lines(found) == ["no longer fails: old; take it off the list"]
 
 
+def test_a_known_failure_of_another_kind_is_new(known: core_known.KnownFailures) -> None:
+    found = core_known.judge(_report(a="passed", reason="E: refused", old="failed"), known)
+    assert [test.test for test in found.unknown] == ["old"]
+
+
+def test_what_fails_sometimes_may_pass(known: core_known.KnownFailures) -> None:
+    for outcome, count in (("passed", 0), ("failed", 1)):
+        found = core_known.judge(_report(a="passed", old="failed", race=outcome), known)
+        assert (found.unknown, found.gone) == ((), ())
+        assert len(found.known) == 1 + count
+
+
 def test_all_skipped_is_no_pass(known: core_known.KnownFailures) -> None:
     found = core_known.judge(_report(a="skipped", b="skipped"), known)
     assert found.missing == "0 passed, expected 2 or more"
@@ -190,7 +205,7 @@ def test_the_shipped_list_can_be_read() -> None:
     [
         "",
         "passed_at_least = 1\nextra = 1",
-        'passed_at_least = 1\n[[failure]]\ntest = "x"\nreason = ""\nuntil = "u"',
+        'passed_at_least = 1\n[[failure]]\ntest = "x"\nmatch = "m"\nreason = ""\nuntil = "u"',
         'passed_at_least = 1\n[[failure]]\ntest = "x"',
         'passed_at_least = "many"',
         "[",

@@ -2,9 +2,10 @@
 """Judges a run of rdma-core's tests against a list of failures that are known.
 
 The list is TOML: ``passed_at_least`` (a run in which everything is skipped is no pass), and
-one ``[[failure]]`` for each test that fails, with ``test``, ``reason`` (why it fails),
-``until`` (what has to change for the entry to go) and, where it fails on some kernels only,
-``kernels`` (prefixes of their releases).
+one ``[[failure]]`` for each test that fails, with ``test``, ``match`` (a part of the line it
+fails with: another failure of the same test is not known), ``reason`` (why it fails), ``until``
+(what has to change for the entry to go), where it fails on some kernels only ``kernels``
+(prefixes of their releases), and ``sometimes = true`` where it may pass as well.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ class Known:
     """A test that fails, and why."""
 
     test: str
+    match: str
     reason: str
     until: str
     kernels: tuple[str, ...] = ()
+    sometimes: bool = False
 
     def on(self, kernel: str) -> bool:
         """Whether it is expected to fail on that kernel release."""
@@ -56,7 +59,8 @@ class Report:
 @dataclass(frozen=True)
 class Judgement:
     """``unknown`` failures are not in the list, ``known`` ones are; ``gone`` are entries of
-    the list whose test did not fail. ``missing`` says that too few passed, or nothing."""
+    the list whose test should have failed and did not. ``missing`` says that too few passed,
+    ``""`` that enough did."""
 
     unknown: tuple[Outcome, ...]
     known: tuple[tuple[Outcome, Known], ...]
@@ -80,8 +84,8 @@ def load(path: Path) -> KnownFailures:
     if table:
         raise UsageError(f"{path}: unknown key {next(iter(table))}")
     for entry in found.failures:
-        if not (entry.test and entry.reason and entry.until):
-            raise UsageError(f"{path}: {entry.test or 'an entry'} lacks a reason or an end")
+        if not (entry.test and entry.match and entry.reason and entry.until):
+            raise UsageError(f"{path}: {entry.test or 'an entry'} lacks a match, reason or end")
     return found
 
 
@@ -100,13 +104,21 @@ def parse(text: str) -> Report:
 def judge(report: Report, known: KnownFailures) -> Judgement:
     """Each failure is known or unknown, each entry of the list true or gone."""
     expected = {entry.test: entry for entry in known.failures if entry.on(report.kernel)}
-    failed = {test.test: test for test in report.tests if test.outcome == "failed"}
+    unknown, seen = [], []
+    for test in report.tests:
+        if test.outcome == "failed":
+            entry = expected.get(test.test)
+            if entry is not None and entry.match in test.reason:
+                seen.append((test, entry))
+            else:
+                unknown.append(test)
+    failed = {test.test for test in report.tests if test.outcome == "failed"}
     passed = report.count("passed")
     enough = passed >= known.passed_at_least
     return Judgement(
-        unknown=tuple(test for name, test in failed.items() if name not in expected),
-        known=tuple((test, expected[name]) for name, test in failed.items() if name in expected),
-        gone=tuple(entry for name, entry in expected.items() if name not in failed),
+        unknown=tuple(unknown),
+        known=tuple(seen),
+        gone=tuple(e for e in expected.values() if e.test not in failed and not e.sometimes),
         missing="" if enough else f"{passed} passed, expected {known.passed_at_least} or more",
     )
 
