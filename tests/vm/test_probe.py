@@ -219,22 +219,14 @@ def test_without_the_driver_the_probes_say_so(node0: Node) -> None:
         _rxe(node0)
 
 
+@pytest.mark.deadline(180)
 def test_headers_that_are_not_there_are_named(node0: Node) -> None:
     """A node without the headers of its kernel: exit status 4 and the package's name."""
     _rxe(node0)
     release = node0.run(["uname", "-r"]).stdout.strip()
-    build = f"/lib/modules/{release}/build"
-    node0.run(["mv", build, f"{build}.away"])
+    node0.run(["mount", "-t", "tmpfs", "empty", f"/lib/modules/{release}"])
     try:
-        node0.run(
-            ["mv", f"/lib/modules/{release}/source", f"/lib/modules/{release}/source.away"],
-            check=False,
-        )
         with pytest.raises(HostError, match=f"apt-get install linux-headers-{release[0]}"):
             ProbeSession(node0, ["stage_time"]).start()
     finally:
-        node0.run(["mv", f"{build}.away", build])
-        node0.run(
-            ["mv", f"/lib/modules/{release}/source.away", f"/lib/modules/{release}/source"],
-            check=False,
-        )
+        node0.run(["umount", f"/lib/modules/{release}"])
