@@ -63,9 +63,7 @@ class Archive:
         return whole.ljust(-(-len(whole) // 512) * 512, b"\0")
 
 
-def load_order(
-    modules: Path, names: Iterable[str], where_there: Iterable[str] = ()
-) -> list[str]:
+def load_order(modules: Path, names: Iterable[str], where_there: Iterable[str] = ()) -> list[str]:
     """Module files for ``names`` in the order they can be loaded, from modules.dep; what
     modules.builtin names is left out. Raises HostError for one that is neither. Those of
     ``where_there`` that the kernel has come first."""
