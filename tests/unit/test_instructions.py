@@ -217,7 +217,10 @@ def combined(
     rounds: list[tuple[counting.Sample, counting.Sample]], cost: int = 400
 ) -> counting.Instructions:
     idle = Delta(0, {0xFFFFFFFF81000200: 500}, 1_000_000)
-    spin = Delta(10**6, {TIMER: 4 * 20, TIMER + 0x20: (cost - 4) * 20}, 10**6, {TIMER: 20})
+    kernel = {TIMER: 4 * 20, TIMER + 0x20: (cost - 4) * 20}
+    spin = Delta(10**6, kernel, 10**6, {TIMER: 20})
+    burst = Delta(10**6, {**kernel, 0xFFFFFFFF81000100: 10**6}, 10**6, {TIMER: 20})
+    stalled = Delta(0, {}, 10**6)
     names = ("node0", "node1")
     ends = tuple(Counters(name, 1000, 1000, 0, 0) for name in names)
     assert len(ends) == 2
@@ -228,7 +231,7 @@ def combined(
         (100, 300),
         dict.fromkeys(names, rounds),
         {name: Symbols.parse(KALLSYMS) for name in names},
-        {name: counting.Background(idle, spin) for name in names},
+        {name: counting.Background((idle,), (spin, burst, stalled, spin)) for name in names},
         Measurement("rdmalab", POINT, "roce0", ("node0", "node1"), "tcg", 1, "7.3", proof),
         bench.Setting("tcg", 1, "7.3"),
     )

@@ -260,7 +260,7 @@ class Lab:
     @property
     def _boot_deadline(self) -> float:
         """Seconds from QEMU's start to ssh on the reference machine; systemd takes longer."""
-        return Layers().boot * (3 if self.mode == "full" else 1)
+        return Layers().boot * (3 if self.mode == "full" or self.plan.instructions else 1)
 
     def facts(self) -> LabFacts:
         """What a run notes of the lab."""

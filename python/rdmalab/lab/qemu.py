@@ -85,6 +85,9 @@ def command(
     which keeps them within what a UNIX socket's address holds (108 bytes)."""
     management = f"netdev={MANAGEMENT_NETDEV},mac={mac(guest.name, MANAGEMENT_NETDEV)}"
     accel = "tcg,thread=multi" if accelerator.name == "tcg" else "kvm"
+    if guest.plugin is not None:
+        # With -icount all vCPUs share one thread.
+        accel = "tcg,thread=single"
     argv = [
         *qemu,
         "-name", f"guest={guest.name},debug-threads=on",
@@ -109,5 +112,9 @@ def command(
     for link in guest.links:
         argv += _link_arguments(guest.name, link)
     if guest.plugin is not None:
+        # The guest's clock counts its instructions while it runs, one a nanosecond, and is
+        # the host's only while it idles: however slow the host, as many timer interrupts
+        # come between the same instructions.
+        argv += ["-icount", "shift=0,sleep=on"]
         argv += ["-plugin", f"{guest.plugin},socket=insn-{guest.name}.sock"]
     return argv

@@ -17,6 +17,7 @@ import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol, TypedDict
 
@@ -34,7 +35,9 @@ ROUNDS = 3
 USER = Function("(user space)")
 #: Where an interrupt of the CPU's timer enters the kernel (arch/x86/include/asm/idtentry.h).
 TIMER_ENTRY = "asm_sysvec_apic_timer_interrupt"
-_BACKGROUND_SECONDS = 4.0
+#: Several intervals, so that a burst of other work in one of them does not stand for all.
+_INTERVALS = 11
+_INTERVAL_SECONDS = 0.4
 
 Progress = Callable[[str], None]
 
@@ -133,11 +136,11 @@ class Instructions:
 
 @dataclass(frozen=True)
 class Background:
-    """What a node does by itself: executed while idle, and while a program spun in user space
-    and the kernel had nothing but its timer to serve."""
+    """What a node does by itself, in intervals: executed while idle, and while a program spun
+    in user space and the kernel had little but its timer to serve."""
 
-    idle: Delta
-    spinning: Delta
+    idle: tuple[Delta, ...]
+    spinning: tuple[Delta, ...]
 
 
 @dataclass(frozen=True)
@@ -246,25 +249,27 @@ def bracket_of(marks: Sequence[Mark]) -> tuple[Mark, Mark, str]:
 
 
 def _background(nodes: Sequence[Node], counters: Mapping[str, Counter]) -> dict[str, Background]:
-    def interval() -> dict[str, Delta]:
+    def intervals() -> dict[str, tuple[Delta, ...]]:
         for counter in counters.values():
             counter.reset()
             counter.mark()
-        time.sleep(_BACKGROUND_SECONDS)
+        for _ in range(_INTERVALS):
+            time.sleep(_INTERVAL_SECONDS)
+            for counter in counters.values():
+                counter.mark()
         deltas = {}
         for name, counter in counters.items():
-            counter.mark()
-            first, *_, last = counter.marks()
-            deltas[name] = counter.delta(first, last)
+            marks = counter.marks()
+            deltas[name] = tuple(counter.delta(*pair) for pair in pairwise(marks))
         return deltas
 
-    idle = interval()
+    idle = intervals()
     with contextlib.ExitStack() as stack:
         for node in nodes:
             spin = node.popen(["sh", "-c", "echo; while :; do :; done"])
             stack.callback(spin.stop)
             spin.stdout.readline(60.0)
-        spinning = interval()
+        spinning = intervals()
     return {name: Background(idle[name], spinning[name]) for name in idle}
 
 
@@ -370,16 +375,16 @@ def _node_cost(
 ) -> NodeCost:
     brackets = {sample.bracket for pair in pairs for sample in pair}
     timer = Function(TIMER_ENTRY)
-    spinning, idle = background.spinning, background.idle
-    served = timer_interrupts(spinning, symbols)
+    served = [(timer_interrupts(delta, symbols), delta) for delta in background.spinning]
     return NodeCost(
         node=name,
         bracket="loop" if brackets == {"loop"} else "run",
         kernel=Figure(tuple(cost.kernel for cost in costs)),
         user=Figure(tuple(cost.executed.get(USER, 0.0) for cost in costs)),
-        idle=(sum(idle.kernel.values()) + idle.user) / idle.ns * median(cost.ns for cost in costs),
+        idle=median((sum(d.kernel.values()) + d.user) / d.ns for d in background.idle)
+        * median(cost.ns for cost in costs),
         timer=Figure(tuple(cost.calls.get(timer, 0.0) for cost in costs)),
-        timer_cost=sum(spinning.kernel.values()) / served if served else 0.0,
+        timer_cost=median([sum(d.kernel.values()) / n for n, d in served if n] or [0.0]),
     )
 
 

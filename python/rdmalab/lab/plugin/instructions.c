@@ -19,7 +19,8 @@
  * What is counted is blocks entered times the instructions in them. A block that
  * a fault or an interrupt leaves early counts whole, and it counts again when it
  * is entered again to go on. A string instruction with a rep prefix counts once
- * whatever its length.
+ * for every element under -icount, where QEMU leaves the block after each, and
+ * once whatever its length without.
  *
  * Socket: a stream; lines of words from the client, each answered by lines of
  * which the last begins with "ok" or "error".
