@@ -95,7 +95,7 @@ class Loader:
 
     def attach(self) -> None:
         """Attaches all programs. One that the kernel refuses is taken off the plan, and its
-        probes say so in ``missing``; a probe that is not whole is not attached at all."""
+        probes say so in ``missing``; what the kernel took of them stays attached unread."""
         if self._detaches or self._bpf is None:
             return
         # Ends before starts: a call that is under way then meets no start, never a start
