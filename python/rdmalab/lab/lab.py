@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,8 @@ DEFAULT_NAME = "default"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _REQUEST_SECONDS = 60.0
 CAPTURE_BYTES = 64 << 20
+_BANNER_SECONDS = 0.5
+_BANNER_PAUSE = 0.05
 #: where a guest finds the modules of kernel/
 GUEST_MODULES = "/run/rdmalab/modules"
 
@@ -164,6 +167,26 @@ def _alive(folder: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def _end(folder: Path) -> None:
+    """Tell a supervisor to end, and wait until it has."""
+    with contextlib.suppress(RdmalabError):
+        _Control(folder).request("down")
+    until = time.monotonic() + _REQUEST_SECONDS
+    while _alive(folder) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _has_banner(port: int) -> bool:
+    """Whether an sshd speaks behind QEMU's forwarded port. QEMU accepts at once and repeats
+    its own SYN to a guest that is not there yet at ever longer intervals, so that one
+    patient connection would sit out a boot; many short ones do not."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), _BANNER_SECONDS) as client:
+            return client.recv(4) == b"SSH-"
+    except OSError:
+        return False
 
 
 class Lab:
@@ -319,7 +342,7 @@ class Lab:
         self.nodes[node].drop()
         self._control.request("restart", node=node)
         self._reach_one(node)
-        self.nodes[node].wait_ready(self._boot_deadline)
+        self._await_node(node)
         self._put_modules()
 
     def keep(self) -> None:
@@ -336,15 +359,11 @@ class Lab:
         node was lost. Never raises for what is gone already."""
         for node in self.nodes.values():
             node.drop()
-        with contextlib.suppress(RdmalabError):
-            self._control.request("down")
-        if self._leash is not None:
+        leash, self._leash = self._leash, None
+        if leash is not None:
             with contextlib.suppress(OSError):
-                self._leash.close()
-            self._leash = None
-        until = time.monotonic() + _REQUEST_SECONDS
-        while _alive(self.folder) and time.monotonic() < until:
-            time.sleep(0.05)
+                leash.close()
+        _end(self.folder)
         if self._supervisor is not None:
             self._supervisor.kill()
             self._supervisor.wait()
@@ -424,29 +443,43 @@ class Lab:
             self._reach_one(node.name)
 
     def _await_ssh(self) -> None:
-        for node in self.nodes.values():
-            try:
-                node.wait_ready(self._boot_deadline)
-            except RdmalabError as error:
-                state = self.status()[node.name].state
-                console = self.folder / f"console-{node.name}.log"
-                tail = last_line(console.read_text(errors="replace")) if console.exists() else ""
-                if state == "panicked":
-                    raise CommandFailed(
-                        "the guest panicked while booting", node=node.name, seen=tail,
-                        todo=f"read {console}",
-                    ) from error  # fmt: skip
-                if state in ("lost", "off"):
-                    raise NodeLost(
-                        "its QEMU ended while booting", node=node.name, seen=tail,
-                    ) from error  # fmt: skip
-                raise DeadlineExceeded(
-                    "no answer over ssh after boot", node=node.name, seen=f"{error}; {tail}",
-                    todo=f"read {console}",
-                ) from error  # fmt: skip
+        pool = ThreadPoolExecutor(len(self.nodes))
+        try:
+            for done in as_completed([pool.submit(self._await_node, n) for n in self.nodes]):
+                done.result()
+        except BaseException:
+            # Whoever still waits need not: the lab goes down now.
+            for node in self.nodes.values():
+                node.interrupt(NodeLost("the lab goes down", node=node.name))
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         self.boot_seconds = time.monotonic() - self._began
         if self.mode == "fast":
             self.deadlines.factor = slow_factor(self.boot_seconds)
+
+    def _await_node(self, name: str) -> None:
+        """Wait for ssh on a node that boots. A guest that panics or powers off, or a QEMU
+        that ends meanwhile, is said at once."""
+        own = self.deadlines.make("boot", self._boot_deadline)
+        port = self.nodes[name].endpoint.port
+        while not _has_banner(port):
+            state = self.status()[name].state
+            console = self.folder / f"console-{name}.log"
+            tail = last_line(console.read_text(errors="replace")) if console.exists() else ""
+            if state == "panicked":
+                raise CommandFailed(
+                    "the guest panicked while booting", node=name, seen=tail,
+                    todo=f"read {console}",
+                )  # fmt: skip
+            if state in ("lost", "off"):
+                raise NodeLost("its QEMU ended while booting", node=name, seen=tail)
+            try:
+                time.sleep(self.nodes[name].pause("booting", own, _BANNER_PAUSE))
+            except DeadlineExceeded as error:
+                seen = f"{error.seen}; its console ends with: {tail}"
+                raise own.error("no sshd after boot", node=name, seen=seen) from error
+        self.nodes[name].wait_ready(self._boot_deadline)
 
     def _write_files(self) -> None:
         state = {
@@ -480,9 +513,7 @@ def take_down(paths: Paths, name: str) -> bool:
     folder = paths.labs / name
     was_up = _alive(folder)
     if was_up:
-        plan = Plan.read(folder / "plan.json")
-        shape = topology.Topology(plan.topology, "", tuple(n.name for n in plan.nodes), ())
-        Lab(paths, plan, folder, shape).down()
+        _end(folder)
     shutil.rmtree(folder, ignore_errors=True)
     return was_up
 
