@@ -355,8 +355,9 @@ class Lab:
             self._leash = None
 
     def down(self) -> None:
-        """End all nodes and what holds them; the folder with the consoles goes too, unless a
-        node was lost. Never raises for what is gone already."""
+        """End all nodes and what holds them. Disks and keys go; the consoles stay for whoever
+        wants to know what happened, until the name is used again. Never raises for what is
+        gone already."""
         for node in self.nodes.values():
             node.drop()
         leash, self._leash = self._leash, None
@@ -368,10 +369,11 @@ class Lab:
             self._supervisor.kill()
             self._supervisor.wait()
             self._supervisor = None
-        for path in self.folder.glob("*.qcow2"):
-            path.unlink()
-        for path in (*self.folder.glob("initrd-*"), self.folder / "state.json"):
-            path.unlink(missing_ok=True)
+        for pattern in ("*.qcow2", "initrd-*", "id_*", "host-key-*", "state.json"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        for path in self.folder.glob("*.credentials"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def __enter__(self) -> Lab:
         return self
