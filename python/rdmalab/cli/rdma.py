@@ -9,6 +9,7 @@ import click
 
 from rdmalab.cli import target
 from rdmalab.errors import UsageError
+from rdmalab.lab.child import last_line
 from rdmalab.lab.node import Node
 
 
@@ -35,15 +36,23 @@ def _netdevs(node: Node, link: str, netdev: str) -> list[str]:
     return found
 
 
+def _on_node(node: Node, args: list[str]) -> int:
+    """Run our module there; its output and status are passed on, its error as our line."""
+    done = node.python("rdmalab.rdma", args, check=False)
+    click.echo(done.stdout, nl=False)
+    if done.status:
+        click.echo(f"rdmalab: {node.name}: {last_line(done.stderr)}", err=True)
+    return done.status
+
+
 @rdma.command(epilog="\b\nExamples:\n  rdmalab rdma show node0\n  rdmalab rdma show node0 --json")
 @target.options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/json.md).")
 @click.argument("node")
-def show(node: str, name: str, inventory: Path | None, as_json: bool) -> None:
+def show(node: str, name: str, inventory: Path | None, as_json: bool) -> int:
     """Devices, ports, GID table, limits and what is in use, counters."""
     args = ["show", "--json"] if as_json else ["show"]
-    result = target.find(name, inventory).node(node).python("rdmalab.rdma", args)
-    click.echo(result.stdout, nl=False)
+    return _on_node(target.find(name, inventory).node(node), args)
 
 
 @rdma.command(
@@ -53,12 +62,11 @@ def show(node: str, name: str, inventory: Path | None, as_json: bool) -> None:
 @click.option("--link", default="", help="One link of several.")
 @click.option("--netdev", default="", help="A netdev that belongs to no link.")
 @click.argument("node")
-def setup(node: str, name: str, inventory: Path | None, link: str, netdev: str) -> None:
+def setup(node: str, name: str, inventory: Path | None, link: str, netdev: str) -> int:
     """Make a SoftRoCE device on the node's links and wait until it is usable."""
     chosen = target.find(name, inventory).node(node)
-    for each in _netdevs(chosen, link, netdev):
-        made = chosen.python("rdmalab.rdma", ["setup", "--netdev", each])
-        click.echo(made.stdout, nl=False)
+    wanted = _netdevs(chosen, link, netdev)
+    return max(_on_node(chosen, ["setup", "--netdev", each]) for each in wanted)
 
 
 @rdma.command(epilog="\b\nExample:\n  rdmalab rdma teardown node0")
@@ -66,9 +74,8 @@ def setup(node: str, name: str, inventory: Path | None, link: str, netdev: str) 
 @click.option("--link", default="", help="One link of several.")
 @click.option("--netdev", default="", help="A netdev that belongs to no link.")
 @click.argument("node")
-def teardown(node: str, name: str, inventory: Path | None, link: str, netdev: str) -> None:
+def teardown(node: str, name: str, inventory: Path | None, link: str, netdev: str) -> int:
     """Delete the SoftRoCE devices of the node's links."""
     chosen = target.find(name, inventory).node(node)
-    for each in _netdevs(chosen, link, netdev):
-        done = chosen.python("rdmalab.rdma", ["teardown", "--netdev", each])
-        click.echo(done.stdout, nl=False)
+    wanted = _netdevs(chosen, link, netdev)
+    return max(_on_node(chosen, ["teardown", "--netdev", each]) for each in wanted)

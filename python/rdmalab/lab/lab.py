@@ -339,9 +339,13 @@ class Lab:
 
     def restart(self, node: str) -> None:
         """End the node's QEMU if it runs and boot it anew; back when ssh answers."""
-        self.nodes[node].drop()
+        held = self.nodes[node]
+        held.drop()
         self._control.request("restart", node=node)
-        self._reach_one(node)
+        if self.status()[node].ssh_port == held.endpoint.port:
+            held.resume()  # whoever holds it may go on using it
+        else:
+            self._reach_one(node)
         self._await_node(node)
         self._put_modules()
 

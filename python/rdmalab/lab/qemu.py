@@ -18,11 +18,13 @@ MANAGEMENT_NETDEV = "mgmt0"
 MANAGEMENT_ADDRESS = "10.0.2.15/24"
 GATEWAY = "10.0.2.2"
 #: oops=panic makes an oops end the guest, which pvpanic tells the host; panic=0 keeps it
-#: there for a dump. No soft-lockup panics: a stalled host is not a guest's fault.
+#: there for a dump; an NMI, which the harness sends to a guest that hangs, makes it say
+#: where it stood. No soft-lockup panics: a stalled host is not a guest's fault.
+_ABSENT = "usb=off,vmport=off,hpet=off,sata=off,smbus=off,i8042=off"
 COMMON_CMDLINE = (
     "console=ttyS0,115200 loglevel=7 oops=panic panic=0 mitigations=off "
     "net.ifnames=0 random.trust_cpu=on no_timer_check tsc=reliable "
-    "nmi_watchdog=0 audit=0 apparmor=0 printk.devkmsg=on"
+    "nmi_watchdog=0 unknown_nmi_panic audit=0 apparmor=0 printk.devkmsg=on"
 )
 
 
@@ -92,7 +94,7 @@ def command(
         *qemu,
         "-name", f"guest={guest.name},debug-threads=on",
         "-nodefaults", "-no-user-config", "-display", "none",
-        "-machine", "q35,memory-backend=mem,usb=off,vmport=off,hpet=off,sata=off,smbus=off",
+        "-machine", f"q35,memory-backend=mem,{_ABSENT}",
         "-accel", accel,
         "-cpu", "max" if accelerator.name == "tcg" else "host",
         "-smp", str(guest.vcpus),
