@@ -249,9 +249,14 @@ def test_perftest_is_left_out_where_it_cannot_measure_and_that_is_said(
     assert said[0] == "tcp send latency 64 B event: without perftest: perftest measures RDMA only"
 
 
-def test_probes_run_while_our_tool_does(nodes: tuple[LocalNode, LocalNode]) -> None:
+def test_probes_are_on_for_a_measurement_of_their_own_beside_the_plain_one(
+    nodes: tuple[LocalNode, LocalNode],
+) -> None:
     class Probes:
         calls: list[str] = []  # noqa: RUF012 (one test's own)
+
+        def covers(self, transport: str) -> bool:
+            return True
 
         def start(self) -> None:
             self.calls.append("start")
@@ -263,7 +268,10 @@ def test_probes_run_while_our_tool_does(nodes: tuple[LocalNode, LocalNode]) -> N
     probes = Probes()
     found = run(nodes, LATENCY, alternations=2, probes=probes)
     assert probes.calls == ["start", "stop"] * 2
-    assert all(one.histograms[0].probe == "post_to_completion" for one in found)
+    assert [one.tool for one in found] == ["rdmalab", "probed", "probed", "rdmalab"]
+    for one in found:
+        probes_seen = [histogram.probe for histogram in one.histograms]
+        assert probes_seen == (["post_to_completion"] if one.tool == "probed" else [])
 
 
 def test_the_route_is_the_only_link_or_the_one_named(

@@ -76,7 +76,9 @@ def _common(rounds: int, perftest: bool) -> Callable[[F], F]:
         for option in (
             click.option("--json", "as_json", is_flag=True, help='Print {"rows": [...]}.'),
             click.option("--no-keep", is_flag=True, help="Leave no run folder under results/."),
-            click.option("--probes", is_flag=True, help="Take eBPF histograms meanwhile."),
+            click.option(
+                "--probes", is_flag=True, help="Measure RDMA once more with eBPF probes on."
+            ),
             click.option(
                 "--profile",
                 default="default",

@@ -81,11 +81,15 @@ class Node(Protocol):
 class Probes(Protocol):
     """Probes on both nodes: ``start`` attaches, ``stop`` detaches and gives the histograms."""
 
+    def covers(self, transport: str) -> bool: ...
     def start(self) -> None: ...
     def stop(self) -> Sequence[Histogram]: ...
 
 
 Progress = Callable[[str], None]
+
+#: the tool's name of our own measurement while eBPF probes are on the driver
+PROBED = "probed"
 
 
 @dataclass(frozen=True)
@@ -347,6 +351,9 @@ def run(
     """All points in turn, ``alternations`` times, our tool and (where asked, and where it
     can) perftest in turn for each.
 
+    With ``probes`` each RDMA point is measured once more with them on, as the tool
+    "probed": what they cost stays out of the other numbers and is seen beside them.
+
     A point that nothing can measure is refused (UsageError) before anything is started. A
     measurement without proof is returned with its reason and without numbers. ``factor``
     stretches deadlines on a slow machine. Raises RdmalabError (one line) when a point
@@ -367,6 +374,8 @@ def run(
                 progress(f"{describe(point)}: without perftest: {why}")
             elif perftest:
                 plan.append("perftest")
+            if probes is not None and probes.covers(point.transport):
+                plan.append(PROBED)
             plans.append((point, plan))
         for turn in range(alternations):
             # Rounds are outermost, so that transports alternate as tools do; who goes first
@@ -374,8 +383,8 @@ def run(
             for point, plan in plans:
                 for tool in plan if turn % 2 == 0 else plan[::-1]:
                     progress(f"{describe(point)}: {tool}, round {turn + 1} of {alternations}")
-                    with _probing(probes if tool == "rdmalab" else None) as gathered:
-                        found = pair.run(tool, point, profile)
+                    with _probing(probes if tool == PROBED else None) as gathered:
+                        found = pair.run("rdmalab" if tool == PROBED else tool, point, profile)
                     one = measurement(
                         tool, point, where.link, (from_.name, to.name), setting, found
                     )

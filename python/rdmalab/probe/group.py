@@ -40,6 +40,10 @@ class ProbeGroup:
         for session in self._sessions:
             session.detach()
 
+    def covers(self, transport: str) -> bool:
+        """Whether these probes see anything of ``transport``: they are on RDMA drivers."""
+        return transport != "tcp"
+
     def start(self) -> None:
         """Attaches with all counts at 0."""
         self.prepare()

@@ -21,6 +21,7 @@ BASELINE_TRANSPORT = "tcp"
 
 #: Our own tool; what any other measured (perftest, iperf3) is the check on it.
 OWN_TOOL = "rdmalab"
+PROBED_TOOL = "probed"  # ours while eBPF probes are on the driver
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,9 @@ def headline(row: Row) -> float | None:
 
 
 def _comparable(subject: Cell, base: Cell) -> bool:
-    if subject.tool != OWN_TOOL:
+    if subject.tool == PROBED_TOOL:
+        return base.tool == OWN_TOOL and subject.point.transport == base.point.transport
+    if subject.tool != OWN_TOOL or base.tool == PROBED_TOOL:
         return False
     if subject.point.transport == base.point.transport:
         return base.tool != OWN_TOOL
