@@ -17,10 +17,11 @@ MANAGEMENT_NETDEV = "mgmt0"
 #: QEMU's user-mode network gives its one guest this address (net/slirp.c).
 MANAGEMENT_ADDRESS = "10.0.2.15/24"
 GATEWAY = "10.0.2.2"
+#: Devices of the machine that nobody here uses and a guest would spend time probing.
+_ABSENT = "usb=off,vmport=off,hpet=off,sata=off,smbus=off,i8042=off"
 #: oops=panic makes an oops end the guest, which pvpanic tells the host; panic=0 keeps it
 #: there for a dump; an NMI, which the harness sends to a guest that hangs, makes it say
 #: where it stood. No soft-lockup panics: a stalled host is not a guest's fault.
-_ABSENT = "usb=off,vmport=off,hpet=off,sata=off,smbus=off,i8042=off"
 COMMON_CMDLINE = (
     "console=ttyS0,115200 loglevel=7 oops=panic panic=0 mitigations=off "
     "net.ifnames=0 random.trust_cpu=on no_timer_check tsc=reliable "
