@@ -400,13 +400,13 @@ def lab(pytestconfig: pytest.Config, lab_source: LabSource) -> Iterator[LabLike]
                 node.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def node0(lab: LabLike) -> Node:
     """The node of that name."""
     return _node(lab, "node0")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def node1(lab: LabLike) -> Node:
     """The node of that name."""
     return _node(lab, "node1")
