@@ -84,7 +84,8 @@ def main() -> int:
         for stage in stages(sys.argv[1:], Path(folder)):
             print(f"== {stage.name}", flush=True)
             began = time.monotonic()
-            status = subprocess.run(stage.argv, check=False, env=os.environ).returncode
+            env = {**os.environ, "KERNELS": " ".join(sys.argv[1:])}
+            status = subprocess.run(stage.argv, check=False, env=env).returncode
             seconds = time.monotonic() - began
             found = Counts(passed=0 if status else 1, failed=1 if status else 0)
             if stage.junit is not None and stage.junit.exists():
@@ -93,7 +94,9 @@ def main() -> int:
                     found += Counts(failed=1)  # it ended badly for a reason of its own
             rows.append(f"{stage.name:24} {seconds:6.0f} s  {found}")
             total += found
-            worst = max(worst, status if 0 <= status <= 4 else 1)
+            if stage.name == "unit tests" or not 0 <= status <= 4:
+                status = min(abs(status), 1)  # pytest's own statuses are not the lab's
+            worst = max(worst, status)
     print("\n" + "\n".join(rows))
     print(total)
     return worst

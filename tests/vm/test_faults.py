@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from rdmalab.lab.lab import take_down
@@ -32,6 +33,8 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [RDMALAB, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell that runs us in the background has SIGINT ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
@@ -178,3 +181,26 @@ def test_a_node_whose_qemu_is_killed_is_lost_with_3() -> None:
     assert "node0" in the_line(done.stderr)
     status = json.loads(rdmalab("status", "--name", NAME, "--json").stdout)
     assert status["nodes"]["node0"]["state"] == "lost"
+
+
+def test_a_panic_under_a_command_is_a_failure_by_name_and_not_a_lost_lab() -> None:
+    done = rdmalab("up", "--name", NAME, "--topology", "solo")
+    assert done.returncode == 0, done.stderr
+    oops = "insmod /run/rdmalab/modules/faultpoint.ko && echo 1 >/sys/kernel/debug/faultpoint/oops"
+    done = rdmalab("run", "--name", NAME, "node0", "--", "sh", "-c", oops)
+    assert done.returncode == 1, done.stderr
+    assert "node0: the guest panicked" in the_line(done.stderr)
+    status = json.loads(rdmalab("status", "--name", NAME, "--json").stdout)
+    assert status["nodes"]["node0"]["state"] == "panicked"
+    done = rdmalab("run", "--name", NAME, "node0", "--", "true")
+    assert done.returncode == 1
+    assert "panicked" in the_line(done.stderr)
+    assert "Kernel panic" in rdmalab("logs", "--name", NAME, "node0").stdout
+
+
+def test_the_status_keeps_its_schema() -> None:
+    done = rdmalab("up", "--name", NAME, "--topology", "pair", "--json")
+    assert done.returncode == 0, done.stderr
+    schema = json.loads((Path(__file__).parents[2] / "docs/schemas/status.schema.json").read_text())
+    jsonschema.validate(json.loads(done.stdout), schema)
+    jsonschema.validate(json.loads(rdmalab("status", "--name", NAME, "--json").stdout), schema)

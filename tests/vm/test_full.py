@@ -121,10 +121,17 @@ def test_the_kernel_is_the_nodes_own(full: Lab, node: Node) -> None:
     assert node.run(argv).stdout == "install ok installed"
 
 
-def test_update_grub_makes_the_grub_cfg_that_the_image_came_with(node: Node) -> None:
-    node.run(["cp", "/boot/grub/grub.cfg", "/tmp/grub.cfg"])
-    made = node.run(["grub-mkconfig"], timeout=120.0).stdout
-    assert made == _text(node, "/tmp/grub.cfg")
+def test_update_grub_boots_what_the_image_came_with(node: Node) -> None:
+    """The same kernel, arguments and initial RAM disk, by the same file system. How GRUB finds
+    its disk may be said otherwise: the image was made where there was no disk to ask."""
+
+    def boots(config: str) -> list[list[str]]:
+        lines = [line.split() for line in config.splitlines()]
+        return [words for words in lines if words and words[0].startswith(("linux", "initrd"))]
+
+    made = boots(node.run(["grub-mkconfig"], timeout=120.0).stdout)
+    assert made
+    assert made == boots(_text(node, "/boot/grub/grub.cfg"))
 
 
 def test_changes_a_dkms_module_and_a_kernel_argument_survive_a_reboot(

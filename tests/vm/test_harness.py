@@ -288,7 +288,13 @@ def test_a_session_that_is_ended_leaves_nothing(
     command = _command(meta, WAIT, lab, "solo")
     environment = {**os.environ, "RDMALAB_REPO": str(paths.repo)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=meta, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=meta,
+        env=environment,
+        # A shell that runs us in the background has SIGINT ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as session:
         until = time.monotonic() + 60 * lab.slow_factor
         while META not in names(paths) or not (paths.labs / META / "state.json").exists():

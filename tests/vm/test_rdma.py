@@ -180,7 +180,8 @@ def test_traffic_class_is_on_the_wire(pair: tuple[Node, Node]) -> None:
     """What the profile says is in the IPv4 header that the other end sees."""
     _, node1 = pair
     netdev = _end(node1).netdev
-    capture = ["tcpdump", "-i", netdev, "-n", "-v", "-c", "4", "udp dst port 4791 and inbound"]
+    capture = ["tcpdump", "-i", netdev, "--immediate-mode", "-n", "-v", "-c", "4"]
+    capture.append("udp dst port 4791 and inbound")
     with node1.popen(capture) as tcpdump:
         until = time.monotonic() + 120
         while "listening on" not in tcpdump.stderr():

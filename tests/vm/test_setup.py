@@ -44,7 +44,7 @@ except RdmalabError as error:
 def repo(tmp_path: Path) -> Path:
     """A repository that asks for little."""
     made = tmp_path / "repo"
-    shutil.copytree(REPO / "vm", made / "vm")
+    shutil.copytree(REPO / "vm", made / "vm", symlinks=True)
     (made / "vm" / "packages.toml").write_text(SMALL)
     return made
 
@@ -54,6 +54,8 @@ def start(repo: Path, cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", ENSURE], env=env, text=True, stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell that runs us in the background has SIGINT ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

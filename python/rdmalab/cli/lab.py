@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rdmalab.cli import target
-from rdmalab.errors import UsageError
 from rdmalab.lab import lab as labs
 from rdmalab.lab.paths import Paths
 
@@ -179,18 +178,15 @@ def ssh(node: str, argv: tuple[str, ...], name: str, inventory: Path | None) -> 
 @click.option("--follow", is_flag=True, help="Go on as the console grows.")
 @click.argument("node")
 def logs(node: str, name: str, follow: bool) -> None:
-    """Print a guest's console from its first byte on."""
-    lab = labs.Lab.attach(name)
-    if node not in lab.nodes:
-        raise UsageError(
-            f"no node is called {node!r}", todo=f"choose one of {', '.join(lab.nodes)}"
-        )
-    with (lab.folder / f"console-{node}.log").open(errors="replace") as file:
+    """Print a guest's console from its first byte on, also of a lab that has died."""
+    paths = Paths.find()
+    console = labs.console(paths, name, node)
+    with console.open(errors="replace") as file:
         while True:
             chunk = file.read(1 << 16)
             if chunk:
                 click.echo(chunk, nl=False)
-            elif not follow:
+            elif not follow or name not in labs.names(paths):
                 return
             else:
                 time.sleep(0.2)

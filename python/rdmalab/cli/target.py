@@ -60,4 +60,5 @@ def find(name: str, inventory: Path | None) -> Target:
         vcpus = int(first.run(["nproc"]).stdout)
         return Target(nodes, "hardware", vcpus, kernel)
     lab = Lab.attach(name)
+    lab.watch()
     return Target(lab.nodes, lab.accelerator, lab.vcpus, lab.kernel, lab)

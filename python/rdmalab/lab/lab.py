@@ -9,10 +9,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,9 +43,10 @@ from rdmalab.lab import (
     topology,
 )
 from rdmalab.lab.child import last_line, python
+from rdmalab.lab.console import ConsoleFile
 from rdmalab.lab.deadline import Deadlines, Layers, slow_factor
 from rdmalab.lab.identity import Identity, Nic
-from rdmalab.lab.node import Endpoint, LinkEnd, Node
+from rdmalab.lab.node import Endpoint, LinkEnd, Node, NodePanicked
 from rdmalab.lab.paths import Paths
 from rdmalab.lab.plan import Plan, PlannedLink, PlannedNode
 from rdmalab.lab.progress import Progress
@@ -58,6 +61,8 @@ _REQUEST_SECONDS = 60.0
 CAPTURE_BYTES = 64 << 20
 _BANNER_SECONDS = 0.5
 _BANNER_PAUSE = 0.05
+_READY_SECONDS = 10.0
+_WATCH_PAUSE = 0.5
 #: where a guest finds the modules of kernel/
 GUEST_MODULES = "/run/rdmalab/modules"
 
@@ -78,10 +83,7 @@ class LabSpec:
     instructions: bool = False
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise UsageError(
-                f"{self.name!r} cannot name a lab", todo="use lower-case letters, digits and -"
-            )
+        _check_name(self.name)
         if self.mode not in MODES:
             raise UsageError(
                 f"no mode is called {self.mode!r}", todo=f"choose one of {', '.join(MODES)}"
@@ -156,6 +158,22 @@ class _Control:
         return answer["result"]
 
 
+def _lock_soon(descriptor: int) -> None:
+    """Lock exclusively. Whoever looks whether a lab is up holds the lock for a moment."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _check_name(name: str) -> str:
+    """``name``, which becomes a folder's. Raises UsageError for what could be another's."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a lab", todo="use lower-case letters, digits and -")
+    return name
+
+
 def _alive(folder: Path) -> bool:
     """Whether a supervisor holds ``folder`` (it holds a lock there as long as it lives)."""
     try:
@@ -170,12 +188,49 @@ def _alive(folder: Path) -> bool:
 
 
 def _end(folder: Path) -> None:
-    """Tell a supervisor to end, and wait until it has."""
+    """Tell a supervisor to end, and wait until it has. One that does not is killed, and the
+    kernel takes its QEMUs along. Raises NodeLost where even that does not help."""
     with contextlib.suppress(RdmalabError):
         _Control(folder).request("down")
-    until = time.monotonic() + _REQUEST_SECONDS
-    while _alive(folder) and time.monotonic() < until:
-        time.sleep(0.05)
+    for grace, signal_number in ((_REQUEST_SECONDS, signal.SIGKILL), (10.0, 0)):
+        until = time.monotonic() + grace
+        while _alive(folder):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        else:
+            return
+        pid = _supervisor_pid(folder)
+        if pid and signal_number:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_number)
+    raise NodeLost(
+        f"the supervisor of lab {folder.name} does not end", todo=f"end what holds {folder}/lock"
+    )
+
+
+def _supervisor_pid(folder: Path) -> int:
+    """The process that holds ``folder``; 0 where the number is another's by now."""
+    try:
+        pid = int((folder / "supervisor.pid").read_text())
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except (OSError, ValueError):
+        return 0
+    return pid if "rdmalab.lab.supervisor" in words and str(folder) in words else 0
+
+
+@contextlib.contextmanager
+def _sole_up(labs: Path, name: str) -> Iterator[None]:
+    """One ``up`` of a name at a time, from its first look to its end."""
+    labs.mkdir(parents=True, exist_ok=True)
+    with (labs / f".{name}.up").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"lab {name} is being booted by another command", todo="give --name another"
+            ) from None
+        yield
 
 
 def _has_banner(port: int) -> bool:
@@ -224,13 +279,23 @@ class Lab:
         paths = paths or Paths.find()
         progress = progress or Progress()
         shape = topology.read(paths.vm / "topologies", spec.topology)
+        sysroot = Sysroot(paths)
+        kernel.check_tier(sysroot, spec.kernel)
+        accel.check(spec.accel)
+        with _sole_up(paths.labs, spec.name):
+            return cls._up(spec, shape, sysroot, progress)
+
+    @classmethod
+    def _up(
+        cls, spec: LabSpec, shape: topology.Topology, sysroot: Sysroot, progress: Progress
+    ) -> Lab:
+        paths = sysroot.paths
         folder = paths.labs / spec.name
         if _alive(folder):
             raise UsageError(
                 f"lab {spec.name} is up already",
                 todo=f"rdmalab down --name {spec.name}, or give --name another",
             )
-        sysroot = Sysroot(paths)
         sysroot.ensure(progress)
         chosen = kernel.ensure(sysroot, spec.kernel, progress)
         accelerator = accel.choose(spec.accel, sysroot.qemu(), sysroot.qemu_env())
@@ -238,6 +303,10 @@ class Lab:
         folder.mkdir(parents=True)
         plan = _prepare(spec, shape, sysroot, chosen, accelerator, folder, progress)
         plan.write(folder / "plan.json")
+        # A copy: a file of the user's may change, or be named from another folder.
+        shutil.copy(
+            topology.file_of(paths.vm / "topologies", spec.topology), folder / f"{shape.name}.toml"
+        )
         shared = native.ensure(sysroot, progress)
         lab = cls(paths, plan, folder, shape)
         title = f"boot {len(shape.nodes)} nodes ({spec.kernel}, {spec.mode}, {accelerator.name})"
@@ -246,7 +315,7 @@ class Lab:
                 lab._start()
                 lab._reach(shared)
                 lab._await_ssh()
-                lab._put_modules()
+                lab._put_modules(lab.nodes)
         except BaseException:
             lab.down()
             raise
@@ -257,7 +326,7 @@ class Lab:
     def attach(cls, name: str = DEFAULT_NAME, paths: Paths | None = None) -> Lab:
         """The lab ``name``. Raises UsageError where it is not up."""
         paths = paths or Paths.find()
-        folder = paths.labs / name
+        folder = paths.labs / _check_name(name)
         if not _alive(folder) or not (folder / "state.json").exists():
             up = names(paths)
             raise UsageError(
@@ -266,7 +335,7 @@ class Lab:
                 todo=f"rdmalab up --name {name}",
             )
         plan = Plan.read(folder / "plan.json")
-        shape = topology.read(paths.vm / "topologies", plan.topology)
+        shape = topology.read(folder, plan.topology)
         lab = cls(paths, plan, folder, shape)
         state = json.loads((folder / "state.json").read_text())
         lab.boot_seconds = state["boot_seconds"]
@@ -322,9 +391,9 @@ class Lab:
         """Carrier of one end of a link."""
         self._control.request("set_link", node=node, link=link, up=up)
 
-    def kill(self, node: str, signal: int) -> None:
+    def kill(self, node: str, number: int) -> None:
         """Send a signal to the node's QEMU."""
-        self._control.request("kill", node=node, signal=signal)
+        self._control.request("kill", node=node, signal=number)
 
     def capture_start(
         self, node: str, link: str, path: Path, max_bytes: int = CAPTURE_BYTES
@@ -347,7 +416,47 @@ class Lab:
         else:
             self._reach_one(node)
         self._await_node(node)
-        self._put_modules()
+        self._put_modules([node])
+
+    def watch(self) -> None:
+        """From now on a guest's panic or the end of a QEMU ends at once, by name, whatever
+        waits for that node. Without, ssh would notice after minutes, and could not tell one
+        from the other."""
+        states = self.status()
+        since = max((event.seq for event in self.events()), default=0)
+        for name, status in states.items():
+            if status.state == "panicked":
+                self._panicked(name)
+            elif status.state in ("lost", "off"):
+                self.nodes[name].interrupt(NodeLost("its QEMU has ended", node=name))
+        threading.Thread(target=self._follow, args=(since,), daemon=True).start()
+
+    def _follow(self, since: int) -> None:
+        while True:
+            try:
+                events = self.events(since)
+            except RdmalabError as error:
+                for node in self.nodes.values():
+                    node.interrupt(error)
+                return
+            for event in events:
+                since = event.seq
+                if event.name == "GUEST_PANICKED":
+                    self._panicked(event.node)
+                elif event.name == "QEMU_EXIT" and not event.data["asked"]:
+                    status = f"status {event.data['status']}"
+                    self.nodes[event.node].interrupt(
+                        NodeLost("its QEMU ended", node=event.node, seen=status)
+                    )
+            time.sleep(_WATCH_PAUSE)
+
+    def _panicked(self, name: str) -> None:
+        console = ConsoleFile(name, self.folder / f"console-{name}.log")
+        titles = [splat.title for splat in console.finish()]
+        seen = titles[-1] if titles else ""
+        self.nodes[name].interrupt(
+            NodePanicked("the guest panicked", node=name, seen=seen, todo=f"read {console.path}")
+        )
 
     def keep(self) -> None:
         """Let the lab outlive this process."""
@@ -397,7 +506,7 @@ class Lab:
         # The lock is the supervisor's for as long as it lives: the descriptor is inherited.
         lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(lock)
             with (self.folder / "supervisor.log").open("w") as log:
                 self._supervisor = subprocess.Popen(
                     [*python(), "rdmalab.lab.supervisor", str(self.folder)],
@@ -409,6 +518,7 @@ class Lab:
                 )
         finally:
             os.close(lock)
+        (self.folder / "supervisor.pid").write_text(f"{self._supervisor.pid}\n")
         self._leash = self._supervisor.stdin
         started = self.folder / "started"
         while not started.exists() or not (text := started.read_text()):
@@ -468,24 +578,27 @@ class Lab:
         """Wait for ssh on a node that boots. A guest that panics or powers off, or a QEMU
         that ends meanwhile, is said at once."""
         own = self.deadlines.make("boot", self._boot_deadline)
-        port = self.nodes[name].endpoint.port
-        while not _has_banner(port):
+        node = self.nodes[name]
+        while True:
             state = self.status()[name].state
             console = self.folder / f"console-{name}.log"
             tail = last_line(console.read_text(errors="replace")) if console.exists() else ""
             if state == "panicked":
-                raise CommandFailed(
+                raise NodePanicked(
                     "the guest panicked while booting", node=name, seen=tail,
                     todo=f"read {console}",
                 )  # fmt: skip
             if state in ("lost", "off"):
                 raise NodeLost("its QEMU ended while booting", node=name, seen=tail)
             try:
-                time.sleep(self.nodes[name].pause("booting", own, _BANNER_PAUSE))
+                time.sleep(node.pause("booting", own, _BANNER_PAUSE))
+                if _has_banner(node.endpoint.port):
+                    node.wait_ready(_READY_SECONDS)
+                    return
             except DeadlineExceeded as error:
-                seen = f"{error.seen}; its console ends with: {tail}"
-                raise own.error("no sshd after boot", node=name, seen=seen) from error
-        self.nodes[name].wait_ready(self._boot_deadline)
+                if self.deadlines.passed(own) is not None:
+                    seen = f"{error.seen}; its console ends with: {tail}"
+                    raise own.error("no sshd after boot", node=name, seen=seen) from error
 
     def _write_files(self) -> None:
         state = {
@@ -496,11 +609,11 @@ class Lab:
         inventory.write(self.folder / "inventory.yaml", self.nodes)
         (self.folder / "state.json").write_text(json.dumps(state, indent=1) + "\n")
 
-    def _put_modules(self) -> None:
+    def _put_modules(self, names: Iterable[str]) -> None:
         """Our modules, where a full node would not have them from its initial RAM disk."""
         if self.mode != "full":
             return
-        for node in self.nodes.values():
+        for node in map(self.nodes.__getitem__, names):
             node.run(["mkdir", "-p", GUEST_MODULES])
             for path in map(Path, self.plan.modules):
                 node.put(path, f"{GUEST_MODULES}/{path.name}")
@@ -513,10 +626,24 @@ def names(paths: Paths) -> list[str]:
     return sorted(folder.name for folder in paths.labs.iterdir() if _alive(folder))
 
 
+def console(paths: Paths, name: str, node: str) -> Path:
+    """The console of ``node``; it is there until `down`, whether or not the lab is up still.
+    Raises UsageError."""
+    folder = paths.labs / _check_name(name)
+    found = {path.stem.removeprefix("console-"): path for path in folder.glob("console-*.log")}
+    if node not in found:
+        raise UsageError(
+            f"lab {name} has no console of {node!r}",
+            seen=f"it has {', '.join(sorted(found)) or 'none'}",
+            todo=f"rdmalab up --name {name}" if not found else "",
+        )
+    return found[node]
+
+
 def take_down(paths: Paths, name: str) -> bool:
     """End lab ``name`` whatever its state; False where it was not up. What was left by one
     that was killed is removed too."""
-    folder = paths.labs / name
+    folder = paths.labs / _check_name(name)
     was_up = _alive(folder)
     if was_up:
         _end(folder)
@@ -660,7 +787,7 @@ def _prepare(
     env = {"QEMU_MODULE_DIR": sysroot.qemu_env()["QEMU_MODULE_DIR"]}
     return Plan(
         lab=spec.name,
-        topology=spec.topology,
+        topology=shape.name,
         tier=spec.kernel,
         release=chosen.release,
         mode=spec.mode,

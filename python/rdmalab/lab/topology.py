@@ -46,15 +46,24 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
-def read(folder: Path, name: str) -> Topology:
-    """The topology ``name`` of ``folder``, or of the file ``name`` ends as a .toml path.
-    Raises UsageError with file, place, what was seen and what is allowed."""
-    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
-    if not path.is_file() and not name.endswith(".toml"):
+def file_of(folder: Path, name: str) -> Path:
+    """The file of a topology's name, or ``name`` itself where it ends as a .toml path.
+    Raises UsageError for an unknown name."""
+    if name.endswith(".toml"):
+        return Path(name)
+    path = folder / f"{name}.toml"
+    if not path.is_file():
         raise UsageError(
             f"no topology is called {name!r}",
             todo=f"choose one of {', '.join(names(folder))}, or give a .toml file",
         )
+    return path
+
+
+def read(folder: Path, name: str) -> Topology:
+    """The topology ``name`` of ``folder``, or of the file ``name`` ends as a .toml path.
+    Raises UsageError with file, place, what was seen and what is allowed."""
+    path = file_of(folder, name)
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:

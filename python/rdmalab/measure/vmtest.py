@@ -76,20 +76,20 @@ def _detail(step: Step) -> Callable[[str], None]:
 
 def _measure(lab: Lab, nodes: Sequence[Node], progress: Progress) -> list[Measurement]:
     setting = bench.Setting(lab.accelerator, lab.vcpus, lab.kernel)
-    found: list[Measurement] = []
-    with ProbeGroup(nodes) as probes:
-        for number in range(1, ROUNDS + 1):
-            with progress.step(f"round {number} of {ROUNDS}: rxe and tcp") as step:
-                found += bench.run(
-                    nodes[0],
-                    nodes[1],
-                    POINTS,
-                    setting=setting,
-                    probes=probes,
-                    factor=lab.slow_factor,
-                    progress=_detail(step),
-                )
-    return found
+    with (
+        ProbeGroup(nodes) as probes,
+        progress.step(f"{ROUNDS} rounds of rxe and tcp") as step,
+    ):
+        return bench.run(
+            nodes[0],
+            nodes[1],
+            POINTS,
+            setting=setting,
+            alternations=ROUNDS,
+            probes=probes,
+            factor=lab.slow_factor,
+            progress=_detail(step),
+        )
 
 
 def _proofs(measurements: Sequence[Measurement]) -> list[TestResult]:
@@ -148,8 +148,36 @@ def _splats(lab: Lab, paths: Paths) -> list[TestResult]:
 def run(lab: Lab, kept: Run, progress: Progress) -> Outcome:
     """The whole job on a lab that is up, its results in the run folder ``kept``.
 
-    Raises NodeLost where a node went away for a reason outside of it.
+    A guest that panics fails the check that ran. Raises NodeLost where a node went away for
+    a reason outside of it; what was found until then is kept all the same.
     """
+    lab.watch()
+    suites: list[Suite] = []
+    measurements: list[Measurement] = []
+    try:
+        _checks(lab, kept, progress, suites, measurements)
+    except NodeLost as error:
+        lost = TestResult("lab", error.node or "lab", "lost", message=str(error), text=str(error))
+        suites.append(Suite("lab", (lost,)))
+        raise
+    finally:
+        suites.append(Suite("console", tuple(_splats(lab, Paths.find()))))
+        store.write_measurements(kept.path("measurements.parquet"), measurements)
+        junit.write(kept.path("junit.xml"), suites)
+        for name in lab.nodes:
+            kept.keep(lab.folder / f"console-{name}.log")
+        report = page.write_report(kept.folder, kept.manifest.to_json(), measurements)
+    return Outcome(tuple(measurements), tuple(suites), report)
+
+
+def _checks(
+    lab: Lab,
+    kept: Run,
+    progress: Progress,
+    suites: list[Suite],
+    measurements: list[Measurement],
+) -> None:
+    """Set-up, transports, modules; what they come to goes to ``suites`` as it is found."""
     paths = Paths.find()
     nodes = list(lab.nodes.values())[:2]
     setup: list[TestResult] = []
@@ -157,19 +185,18 @@ def run(lab: Lab, kept: Run, progress: Progress) -> Outcome:
         lock = threading.Lock()
 
         def make(node: Node) -> None:
+            netdev = next(iter(node.links.values())).netdev
             found: list[TestResult] = []
-            _attempt(
-                found, "set-up", f"SoftRoCE on {node.name}",
-                lambda: node.python(
-                    "rdmalab.rdma", ["setup", "--netdev", next(iter(node.links.values())).netdev]
-                ).stdout,
-            )  # fmt: skip
+
+            def softroce() -> str:
+                return node.python("rdmalab.rdma", ["setup", "--netdev", netdev]).stdout
+
+            _attempt(found, "set-up", f"SoftRoCE on {node.name}", softroce)
             with lock:
                 setup.extend(found)
 
         _both(nodes, make)
-    suites = [Suite("set-up", tuple(setup))]
-    measurements: list[Measurement] = []
+    suites.append(Suite("set-up", tuple(setup)))
     transport: list[TestResult] = []
     if all(result.outcome == "passed" for result in setup):
 
@@ -196,10 +223,3 @@ def run(lab: Lab, kept: Run, progress: Progress) -> Outcome:
             _attempt(smoke, "modules", name, attempt)
             suites += [junit.from_ktap(name, report) for report in reports]
     suites.append(Suite("modules", tuple(smoke)))
-    suites.append(Suite("console", tuple(_splats(lab, paths))))
-    store.write_measurements(kept.path("measurements.parquet"), measurements)
-    junit.write(kept.path("junit.xml"), suites)
-    for name in lab.nodes:
-        kept.keep(lab.folder / f"console-{name}.log")
-    report = page.write_report(kept.folder, kept.manifest.to_json(), measurements)
-    return Outcome(tuple(measurements), tuple(suites), report)
