@@ -23,9 +23,12 @@ import rdmalab
 from rdmalab.errors import RdmalabError, UsageError
 from rdmalab.lab.package import Package
 from rdmalab.lab.process import Lines
-from rdmalab.measure import bench
+from rdmalab.measure import bench, proof
 from rdmalab.measure.measurement import Measurement, Point
+from rdmalab.measure.node import driver
+from rdmalab.measure.node.request import Claim, Request
 from rdmalab.probe.histogram import Bucket, Histogram
+from rdmalab.rdma import endpoint
 
 NATIVE = Path(rdmalab.__file__).parent / "measure/node/native"
 SETTING = bench.Setting("hardware", 2, "test")
@@ -100,6 +103,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(fileobj=io.BytesIO(Package.build(native=[library]).archive)) as archive:
         archive.extractall(folder / "copy", filter="data")
     return folder / "copy"
+
+
+@pytest.fixture(autouse=True)
+def _one_netdev(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback counts what either end sends at both, so half is beside the work."""
+    monkeypatch.setattr(proof, "REST_FLOOR", 1 << 60)
 
 
 @pytest.fixture
@@ -290,3 +299,23 @@ def test_the_route_is_the_only_link_or_the_one_named(
         bench.route_between(a, a)
     with pytest.raises(UsageError, match="no link joins"):
         bench.route_between(a, LocalNode("c", a.path))
+
+
+def test_a_device_that_cannot_be_read_is_not_taken_for_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else TCP would be measured with its rival's counters out of sight."""
+
+    def unreadable(netdev: str) -> str:
+        raise RdmalabError("rxe0 has gone", node=netdev)
+
+    def absent(netdev: str) -> str:
+        raise endpoint.NoDevice("none", node=netdev)
+
+    claim = Claim("tcp", "", "eth9")
+    request = Request(1, "rdmalab", "target", "a", LATENCY, "", "::1", "::1", 1, claim)
+    monkeypatch.setattr(endpoint, "device_on", unreadable)
+    with pytest.raises(RdmalabError, match="rxe0 has gone"):
+        driver.Driver()._resolve(request)
+    monkeypatch.setattr(endpoint, "device_on", absent)
+    assert driver.Driver()._resolve(request).claim.device == ""

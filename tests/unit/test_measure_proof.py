@@ -33,15 +33,24 @@ def rxe(sent: int, received: int, *, link: int = 0, control: int = 0) -> Snapsho
     )
 
 
-def tcp(sent: int, received: int, *, rdma: int | None = 0, link_bytes: int = 10**6) -> Snapshot:
+def tcp(
+    sent: int,
+    received: int,
+    *,
+    rdma: int | None = 0,
+    link: int | None = None,
+    link_bytes: int | None = None,
+) -> Snapshot:
+    """An end whose sockets moved so much, each segment of 64 B and in a frame of its own if
+    ``link`` and ``link_bytes`` do not say otherwise."""
     return Snapshot(
         rdma={} if rdma is None else {"sent_pkts": rdma, "rcvd_pkts": rdma},
         tcp_sent=sent,
         tcp_received=received,
-        link_sent=40,
-        link_received=40,
-        link_sent_bytes=link_bytes,
-        link_received_bytes=link_bytes,
+        link_sent=sent if link is None else link,
+        link_received=received if link is None else link,
+        link_sent_bytes=130 * sent if link_bytes is None else link_bytes,
+        link_received_bytes=130 * received if link_bytes is None else link_bytes,
         control_sent=4,
         control_received=4,
     )
@@ -117,6 +126,75 @@ def test_tcp_is_proven_by_its_connections_and_the_link() -> None:
     assert elsewhere.reason == "node1: the link sent 600 of 64000 bytes posted"
     beside = judge(tcp(1000, 1000, rdma=1000), tcp(1000, 1000), TCP)
     assert beside.reason == "node0: RDMA sent 1000 packets beside 1000 posted"
+
+
+def test_messages_in_turn_need_a_frame_each() -> None:
+    """Their bytes alone may be anything's: a few large frames are not 2,100 small ones."""
+    for size, count, frames in ((2, 2100, 6), (64, 1100, 50)):
+        point = replace(TCP, size=size)
+        work = proof.work_of(point, (1448, 1448), count, count)
+        end = tcp(count, count, link=frames, link_bytes=size * count)
+        found = proof.judge(point, NODES, work, (end, end))
+        assert found.reason == f"node0: the link sent {frames} of {count} packets posted"
+
+
+STREAM = replace(TCP, kind="bandwidth", size=65536)
+STREAMED = proof.work_of(STREAM, (1448, 1448), 100, 0)
+BYTES = 100 * 65536
+
+
+def stream(sent: int, received: int, **link: int) -> Snapshot:
+    return replace(tcp(sent, received), **link)
+
+
+def ends(**link: int) -> tuple[Snapshot, Snapshot]:
+    """The stream's two ends as TSO and GRO leave them: 110 frames for 4,526 segments."""
+    merged = {"link_sent": 110, "link_sent_bytes": BYTES + 110 * 66, **link}
+    back = {"link_received": 300, "link_received_bytes": 300 * 66}
+    other = {
+        "link_received": 110,
+        "link_received_bytes": BYTES + 110 * 66,
+        "link_sent": 300,
+        "link_sent_bytes": 300 * 66,
+    }
+    return stream(4526, 300, **merged, **back), stream(300, 4526, **other)
+
+
+def test_a_stream_s_merged_frames_are_a_proof() -> None:
+    assert proof.judge(STREAM, NODES, STREAMED, ends()).verdict == "proven"
+    # Not merged, every frame with its headers.
+    plain = ends(link_sent=4526, link_sent_bytes=BYTES + 4526 * 66)
+    assert proof.judge(STREAM, NODES, STREAMED, plain).verdict == "proven"
+
+
+def test_bytes_beside_a_stream_are_none() -> None:
+    found = proof.judge(STREAM, NODES, STREAMED, ends(link_sent_bytes=2 * BYTES))
+    assert found.verdict == "refused"
+    assert "other bytes beside 6553600 posted" in found.reason
+
+
+def test_small_segments_of_a_stream_are_not_merged() -> None:
+    """A sender merges full segments only, so that small ones are as many frames."""
+    small = replace(STREAM, size=2)
+    work = proof.work_of(small, (1448, 1448), 2100, 0)
+    few = stream(2100, 10, link_sent=6, link_sent_bytes=4200)
+    there = stream(10, 2100, link_received=2100, link_received_bytes=2100 * 68)
+    found = proof.judge(small, NODES, work, (few, there))
+    assert found.reason == "node0: the link sent 6 of 2095 packets posted"
+    many = stream(2100, 10, link_sent=2100, link_sent_bytes=2100 * 68)
+    assert proof.judge(small, NODES, work, (many, there)).verdict == "proven"
+
+
+def test_rdma_that_cannot_be_counted_is_not_ruled_out() -> None:
+    blind = replace(tcp(1000, 1000), rdma={"some_errors": 0})
+    found = judge(tcp(1000, 1000), blind, TCP)
+    assert found.reason.startswith("node1: the RDMA device has no packet counters")
+    # The architecture's own counters will do for a driver that is not known.
+    other = {"port_xmit_packets": 3, "port_rcv_packets": 3}
+    assert judge(tcp(1000, 1000), replace(blind, rdma=other), TCP).verdict == "proven"
+    other = {"port_xmit_packets": 900, "port_rcv_packets": 3}
+    found = judge(tcp(1000, 1000), replace(blind, rdma=other), TCP)
+    assert found.reason == "node1: RDMA sent 900 packets beside 1000 posted"
 
 
 def test_perftest_s_own_connection_is_allowed_for() -> None:

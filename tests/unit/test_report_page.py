@@ -352,6 +352,11 @@ def test_a_run_that_is_not_there_is_wrong_use(tmp_path: Path, run: str) -> None:
     assert caught.value.exit_status == 2
 
 
+def test_a_folder_that_no_run_left_is_wrong_use(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is no run's folder: no manifest\.json in it"):
+        find_run(str(tmp_path), tmp_path)
+
+
 def test_the_command_prints_tables_rows_or_the_path(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,11 @@ A verdict is ``proven`` only if at both ends the transport's own counters, and w
 see them the link's netdev, moved by at least 95 % of the packets that the posted work needs,
 and the rival transport's did not. Acknowledgements, retransmissions and credits only add to
 what is counted; nothing that is posted needs fewer packets than is worked out here.
+
+TCP's segments are counted by its sockets, which do not know where they went, and a frame of
+the link may carry many of them (TSO, GRO). So the link has to show as many frames as cannot
+have been merged, the work's bytes, and few bytes beside them: else other traffic could stand
+for work that went elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +27,13 @@ RIVAL_FLOOR = 8  # packets: a neighbour query or two is no rival, however little
 #: perftest's own connection (TCP on the same link) cannot be asked what it sent: about
 #: twenty segments to set up, some more when many queue pairs are told.
 PERFTEST_CONTROL = 64
+REST = 0.05  # of TCP's payload that the link may carry beside it, in bytes
+REST_FLOOR = 2048  # bytes: neighbour queries, however little was posted
+#: At most in a frame beside TCP's payload: Ethernet with a VLAN and a checksum, IPv6, TCP
+#: with all its options. A merged frame has them once, which is less.
+HEADERS = 14 + 4 + 4 + 40 + 60
+CONTROL_SEGMENT = 512  # bytes of a segment of the exchange, headers included, at most
+GSO_MAX = 8 * 65535  # the kernel's GSO_MAX_SIZE: bytes of the largest merged frame
 
 Pair = tuple[int | None, int | None]
 
@@ -77,17 +89,24 @@ def packets(size: int, mtu: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What the posted work needs from initiator to target and back: ``packets``, and
-    ``payload`` in bytes."""
+    """What the posted work needs from initiator to target and back: ``packets``, ``payload``
+    in bytes, and ``frames`` on the link at least (None: one a packet).
+
+    ``segment`` is the payload of a full segment of a stream, whose sender may merge full
+    segments into one frame but no others; None where nothing streams."""
 
     packets: tuple[int, int]
     payload: tuple[int, int]
+    frames: tuple[int, int] | None = None
+    segment: tuple[int, int] | None = None
 
     def reversed(self) -> Work:
         """The same as the target sees it."""
         return Work(
-            (self.packets[1], self.packets[0]),
-            (self.payload[1], self.payload[0]),
+            self.packets[::-1],
+            self.payload[::-1],
+            self.frames and self.frames[::-1],
+            self.segment and self.segment[::-1],
         )
 
 
@@ -99,8 +118,13 @@ def work_of(point: Point, mtu: tuple[int, int], sent: int, answered: int) -> Wor
     carried = (sent * point.size, answered * point.size)
     if point.transport == "tcp" and point.kind == "bandwidth":
         # A stream has no message borders: small messages share segments.
-        return Work((-(-carried[0] // mtu[0]), -(-carried[1] // mtu[1])), carried)
+        segments = -(-carried[0] // mtu[0]), -(-carried[1] // mtu[1])
+        return Work(segments, carried, (0, 0), mtu)
     out, back = packets(point.size, mtu[0]), packets(point.size, mtu[1])
+    if point.transport == "tcp":
+        # One message is in flight: its own segments may be merged, messages are not.
+        whole = packets(point.size, GSO_MAX)
+        return Work((sent * out, answered * back), carried, (sent * whole, answered * whole))
     if point.op == "read":
         # A request is one packet; its answer carries the bytes the other way.
         return Work((sent + answered * out, sent * back + answered), (carried[1], carried[0]))
@@ -144,11 +168,7 @@ def judge(
 def _counters(kind: Kind, node: str, deltas: Snapshot, allowance: int) -> Counters:
     sent, received = kind.own(deltas)
     if kind.name == "tcp":
-        # Of every kind that has a device on this link, RDMA is the rival.
-        rivals = [other.own(deltas) for other in KINDS.values() if other.name != "tcp"]
-        pairs = [pair for pair in rivals if None not in pair]
-        rival_sent: int | None = sum(pair[0] or 0 for pair in pairs) if pairs else None
-        rival_received: int | None = sum(pair[1] or 0 for pair in pairs) if pairs else None
+        rival_sent, rival_received = _rdma(deltas)
     else:
         # Seen on the link and neither the transport's, nor the exchange's, nor the tool's.
         rival_sent = _rest(kind, deltas.link_sent, sent, deltas.control_sent + allowance)
@@ -156,6 +176,16 @@ def _counters(kind: Kind, node: str, deltas: Snapshot, allowance: int) -> Counte
             kind, deltas.link_received, received, deltas.control_received + allowance
         )
     return Counters(node, sent, received, rival_sent, rival_received)
+
+
+def _rdma(deltas: Snapshot) -> Pair:
+    """Packets of the RDMA device on the link, by the counters of a kind that is known, else
+    by the InfiniBand architecture's. (None, None) without a device or such counters."""
+    known = [kind.own for kind in KINDS.values() if kind.name != "tcp"]
+    for own in (*known, _hardware("port_xmit_packets", "port_rcv_packets")):
+        if None not in (pair := own(deltas)):
+            return pair
+    return None, None
 
 
 def _rest(kind: Kind, link: int | None, own: int | None, control: int) -> int | None:
@@ -168,34 +198,74 @@ def _doubt(kind: Kind, end: Counters, deltas: Snapshot, work: Work) -> str:
     """Why this end, which sends ``work``'s first direction, proves nothing; empty where it
     does."""
     limit = max(RIVAL_FLOOR, RIVAL * max(work.packets))
-    ways = (
-        ("sent", end.sent, end.rival_sent, deltas.link_sent, deltas.link_sent_bytes),
-        (
-            "received",
-            end.received,
-            end.rival_received,
-            deltas.link_received,
-            deltas.link_received_bytes,
-        ),
-    )
-    for (verb, own, rival, link, link_bytes), posted, payload in zip(
-        ways, work.packets, work.payload, strict=True
-    ):
-        if own is None:
+    if kind.name == "tcp" and deltas.rdma and None in (end.rival_sent, end.rival_received):
+        return f"{end.node}: the RDMA device has no packet counters, so it may have carried this"
+    for way in _ways(end, deltas, work):
+        if way.own is None:
             return f"{end.node}: no counters {kind.counters} of {kind.name} there"
-        if own < COVERAGE * posted:
-            return f"{end.node}: {kind.name} {verb} {own} of {posted} packets posted"
-        if kind.on_link:
-            if link is None or link_bytes is None:
-                return f"{end.node}: the link's netdev has no counters"
-            # One frame may carry many TCP segments (TSO, GRO): there only bytes count.
-            if kind.name != "tcp" and link < COVERAGE * posted:
-                return f"{end.node}: the link {verb} {link} of {posted} packets posted"
-            if link_bytes < COVERAGE * payload:
-                return f"{end.node}: the link {verb} {link_bytes} of {payload} bytes posted"
-        if rival is not None and rival >= limit:
+        if way.own < COVERAGE * way.posted:
+            return f"{end.node}: {kind.name} {way.verb} {way.own} of {way.posted} packets posted"
+        if kind.on_link and (why := _link_doubt(kind, way)):
+            return f"{end.node}: {why}"
+        if way.rival is not None and way.rival >= limit:
             name = "RDMA" if kind.name == "tcp" else "other traffic on the link"
-            return f"{end.node}: {name} {verb} {rival} packets beside {posted} posted"
+            return f"{end.node}: {name} {way.verb} {way.rival} packets beside {way.posted} posted"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One direction at one end: what was counted of it and what the work needs."""
+
+    verb: str
+    own: int | None
+    rival: int | None
+    link: int | None
+    link_bytes: int | None
+    control: int
+    posted: int
+    payload: int
+    most_payload: int  # of both directions
+    frames: int
+    segment: int  # 0 where nothing is known to be merged
+
+
+def _ways(end: Counters, deltas: Snapshot, work: Work) -> tuple[_Way, _Way]:
+    most = max(work.payload)
+    frames = work.packets if work.frames is None else work.frames
+    return (
+        _Way(
+            "sent", end.sent, end.rival_sent, deltas.link_sent, deltas.link_sent_bytes,
+            deltas.control_sent, work.packets[0], work.payload[0], most, frames[0],
+            work.segment[0] if work.segment else 0,
+        ),
+        # What a device merges on receipt is not known, hence no segment.
+        _Way(
+            "received", end.received, end.rival_received, deltas.link_received,
+            deltas.link_received_bytes, deltas.control_received, work.packets[1],
+            work.payload[1], most, frames[1], 0,
+        ),
+    )  # fmt: skip
+
+
+def _link_doubt(kind: Kind, way: _Way) -> str:
+    """Why the link's netdev does not confirm what the transport counted; empty where it
+    does."""
+    if way.link is None or way.link_bytes is None or way.own is None:
+        return "the link's netdev has no counters"
+    frames = way.frames
+    if way.segment:
+        # Twice, since the segment size was read at the end and may have grown.
+        frames = max(frames, way.own - 2 * way.link_bytes // way.segment)
+    if way.link < COVERAGE * frames:
+        return f"the link {way.verb} {way.link} of {frames} packets posted"
+    if way.link_bytes < COVERAGE * way.payload:
+        return f"the link {way.verb} {way.link_bytes} of {way.payload} bytes posted"
+    if kind.name == "tcp":
+        beside = way.own * HEADERS + way.control * CONTROL_SEGMENT
+        rest = way.link_bytes - way.payload - beside
+        if rest > max(REST_FLOOR, REST * way.most_payload):
+            return f"the link {way.verb} {rest} other bytes beside {way.payload} posted"
     return ""
 
 

@@ -114,14 +114,18 @@ def _unsigned(value: object, bits: int) -> int:
     return value
 
 
+class NoDevice(RdmalabError):
+    """Every device was looked at, and none is there."""
+
+
 def device_on(netdev: str) -> str:
-    """The RDMA device whose port is on ``netdev``; ``RdmalabError`` when there is none."""
+    """The RDMA device whose port is on ``netdev``; ``NoDevice`` when there is none."""
     for name in device_names():
         files = DeviceFiles(name)
         for port in files.ports():
             if any(gid.netdev == netdev for gid in files.gids(port)):
                 return name
-    raise RdmalabError(
+    raise NoDevice(
         f"no RDMA device on netdev {netdev}",
         seen=f"devices: {', '.join(device_names()) or 'none'}",
         todo="set SoftRoCE up there first",

@@ -135,11 +135,12 @@ class Driver:
         """The RDMA device on ``netdev``; "" where there is none and TCP needs none."""
         if netdev in self._devices:
             return self._devices[netdev]
-        from rdmalab.rdma.endpoint import device_on
+        from rdmalab.rdma.endpoint import NoDevice, device_on
 
         try:
             device = device_on(netdev)
-        except RdmalabError:
+        except NoDevice:
+            # Any other error is one: a device that cannot be read is still TCP's rival.
             if request.point.transport == "tcp":
                 return ""
             if not request.setup or request.point.transport != "rxe":
