@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rdmalab.errors import HostError, UsageError
+from rdmalab.lab.cachelock import making
 from rdmalab.lab.progress import Progress
 from rdmalab.lab.sysroot import Sysroot
 
@@ -79,18 +80,22 @@ def find(sysroot: Sysroot, tier: str) -> Kernel:
 
 
 def ensure(sysroot: Sysroot, tier: str, progress: Progress) -> Kernel:
-    """Fetch and unpack the kernel of ``tier`` where it is not there yet."""
+    """Fetch and unpack the kernel of ``tier`` where it is not there yet. A second process
+    waits for the first."""
     kernel = find(sysroot, tier)
     if kernel.vmlinux.exists():
         return kernel
-    partial = kernel.folder.with_name(kernel.folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "debs").mkdir(parents=True)
-    with progress.step(f"kernel {tier}: {kernel.release}"):
-        _fetch(sysroot, kernel, partial)
-        _unpack(sysroot, kernel, partial)
-    shutil.rmtree(kernel.folder, ignore_errors=True)
-    partial.rename(kernel.folder)
+    with making(kernel.folder):
+        if kernel.vmlinux.exists():
+            return kernel
+        partial = kernel.folder.with_name(kernel.folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "debs").mkdir(parents=True)
+        with progress.step(f"kernel {tier}: {kernel.release}"):
+            _fetch(sysroot, kernel, partial)
+            _unpack(sysroot, kernel, partial)
+        shutil.rmtree(kernel.folder, ignore_errors=True)
+        partial.rename(kernel.folder)
     return kernel
 
 
