@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,3 +192,15 @@ def test_a_lock_that_apt_cannot_satisfy_is_left_with_a_line(tmp_path: Path) -> N
     assert "Package: src:of-libc6\nPin: version 2\n" in root.preferences
     assert len(said.lines) == 1
     assert "held broken packages" in said.lines[0]
+
+
+def test_a_lock_file_that_a_killed_set_up_did_not_write_is_written(tmp_path: Path) -> None:
+    root = Sysroot(Paths(repo=REPO, cache=tmp_path / "build"))
+    root.root.mkdir(parents=True)
+    stamp = {"digest": root.packages.digest, "packages": {"gcc": "14"}, "kernels": {}}
+    (root.root / ".rdmalab.json").write_text(json.dumps(stamp))
+    root.ensure(Progress())
+    assert Lock.read(root.paths.lock) == Lock({"gcc": "14"})
+    root.paths.lock.write_text("mine")
+    root.ensure(Progress())
+    assert root.paths.lock.read_text() == "mine"

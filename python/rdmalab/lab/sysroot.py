@@ -311,15 +311,17 @@ class Sysroot:
         return stamp is not None and stamp["digest"] == self.packages.digest
 
     def ensure(self, progress: Progress) -> None:
-        """Build the sysroot where it is absent or older than vm/packages.toml.
+        """Build the sysroot where it is absent or older than vm/packages.toml, and write
+        the lock file where it is absent.
 
         Raises HostError for what the host lacks."""
-        if self.is_current():
-            return
-        host.ensure_packages(progress.say)
-        with self._exclusive(progress):
-            if not self.is_current():
-                self._build(progress, Lock.read(self.paths.lock))
+        if not self.is_current():
+            host.ensure_packages(progress.say)
+            with self._exclusive(progress):
+                if not self.is_current():
+                    self._build(progress, Lock.read(self.paths.lock))
+        if not self.paths.lock.exists():  # we were killed before it was written
+            self.lock().write(self.paths.lock)
 
     def update(self, progress: Progress) -> list[str]:
         """Look for newer versions than the lock's and rebuild where there are any.
