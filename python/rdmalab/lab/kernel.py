@@ -66,14 +66,23 @@ def tiers(sysroot: Sysroot) -> list[str]:
     return list(sysroot.packages.kernels)
 
 
+def check_tier(sysroot: Sysroot, tier: str) -> None:
+    """Raises UsageError for a tier that vm/packages.toml does not have. Nothing needs to be
+    built for it."""
+    known = tiers(sysroot)
+    if tier not in known:
+        raise UsageError(
+            f"no kernel is called {tier!r}", todo=f"choose one of {', '.join(sorted(known))}"
+        )
+
+
 def find(sysroot: Sysroot, tier: str) -> Kernel:
     """The kernel of ``tier`` as the lock has it, unpacked or not. Raises UsageError for an
     unknown tier."""
+    check_tier(sysroot, tier)
     kernels = sysroot.lock().kernels
     if tier not in kernels:
-        raise UsageError(
-            f"no kernel is called {tier!r}", todo=f"choose one of {', '.join(sorted(kernels))}"
-        )
+        raise HostError(f"the sysroot was built without kernel {tier}", todo="run `make setup`")
     locked = kernels[tier]
     folder = sysroot.paths.kernels / locked.release
     return Kernel(tier, locked.release, locked.version, folder)
