@@ -297,7 +297,14 @@ class Sysroot:
     @contextlib.contextmanager
     def _exclusive(self, progress: Progress) -> Iterator[None]:
         """One set-up of a cache at a time; a killed one frees the lock."""
-        self.paths.cache.mkdir(parents=True, exist_ok=True)
+        try:
+            self.paths.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostError(
+                f"the cache {self.paths.cache} cannot be made",
+                seen=error.strerror or str(error),
+                todo="set RDMALAB_CACHE to a folder that can be written",
+            ) from error
         with (self.paths.cache / ".setup-lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
