@@ -5,6 +5,7 @@ a node's secrets is on the command line."""
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import struct
@@ -12,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -98,7 +100,8 @@ class FakeSysroot:
 
     key = "k"
 
-    def __init__(self) -> None:
+    def __init__(self, labs: Path = Path("/nonexistent")) -> None:
+        self.paths = SimpleNamespace(labs=labs)
         self.fail = False
         self.argv: list[str] = []
 
@@ -150,6 +153,18 @@ class TestBuildBase:
         assert new.exists()
         assert lts.exists()
         assert not old.exists()
+
+    def test_a_lab_that_is_up_keeps_the_image_it_may_start_a_node_from(
+        self, tmp_path: Path
+    ) -> None:
+        fake = FakeSysroot(tmp_path / "labs")
+        old = _build(fake, tmp_path / "images")
+        lock = tmp_path / "labs" / "default" / "lock"
+        lock.parent.mkdir(parents=True)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert _build(fake, tmp_path / "images", "7.4").exists()
+            assert old.exists()
 
     def test_the_builder_is_told_kernel_and_packages(self, tmp_path: Path) -> None:
         fake = FakeSysroot()

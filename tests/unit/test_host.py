@@ -87,3 +87,54 @@ def test_an_accelerator_can_be_forced_and_an_unknown_one_is_refused() -> None:
     assert accel.choose("kvm", [], {}) == accel.Accelerator("kvm", "forced by --accel")
     with pytest.raises(UsageError, match="hvf"):
         accel.choose("hvf", [], {})
+
+
+def test_an_unknown_accelerator_is_refused_with_nothing_built() -> None:
+    accel.check("auto")
+    with pytest.raises(UsageError, match="choose one of auto, tcg, kvm"):
+        accel.check("hvf")
+
+
+def test_suites_of_ubuntu_are_not_taken_for_debians() -> None:
+    ubuntu = ["http://u.example/ubuntu noble-updates", "http://u.example/ubuntu noble-security"]
+    with pytest.raises(HostError, match="no Debian archive"):
+        host.choose_mirrors(targets(*ubuntu))
+    found = host.choose_mirrors(targets(*ubuntu, "http://d.example/debian trixie-updates"))
+    assert found == host.Mirrors("http://d.example/debian", "http://d.example/debian-security")
+
+
+def test_a_host_without_apt_lacks_its_package_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {check.name: check for check in host.checks(tmp_path)}
+    assert not found["package sources"].ok
+    assert "apt-get" in found["package sources"].seen
+
+
+@pytest.mark.parametrize(("user", "lacking"), [(0, []), (1000, ["uidmap"])])
+def test_whoever_is_not_root_needs_what_maps_user_ids(
+    user: int, lacking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    monkeypatch.setattr("shutil.which", lambda cmd: None if cmd == "newuidmap" else f"/bin/{cmd}")
+    assert host.missing_packages() == lacking
+
+
+def test_the_cache_is_tried_and_not_left_behind(tmp_path: Path) -> None:
+    check = host._cache_check(tmp_path / "a" / "cache")
+    assert check.ok
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["/proc/none", "{}/file", "{}/file/below"])
+def test_a_cache_that_cannot_be_is_lacking(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = Path(path.format(tmp_path))
+    monkeypatch.setattr(host, "mirrors", lambda: None)
+    found = {check.name: check for check in host.checks(cache)}
+    assert not found["cache"].ok
+    assert str(cache) in found["cache"].seen
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

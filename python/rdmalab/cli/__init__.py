@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from rdmalab import __version__
-from rdmalab.errors import RdmalabError
+from rdmalab.errors import HostError, RdmalabError
 
 #: command -> module and attribute; a module is imported when its command is used, which
 #: keeps `rdmalab --help` and shell completion quick
@@ -68,6 +68,13 @@ def rdmalab() -> None:
     machine, measured with proof of what carried the bytes."""
 
 
+def _os_error(error: OSError) -> str:
+    """One line of what the system refused, with the paths it concerns."""
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    place = " -> ".join(paths) + ": " if paths else ""
+    return " ".join((place + (error.strerror or str(error))).split())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line and exit with the status of the design. An error is one line on
     stderr."""
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         click.echo(f"rdmalab: {error}", err=True)
         sys.exit(error.exit_status)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
+        click.echo(error.format_message(), err=True)
         sys.exit(2)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)  # of a UsageError
@@ -91,4 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The reader of our stdout went away (`rdmalab … | head`): nothing to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        click.echo(f"rdmalab: {_os_error(error)}", err=True)
+        sys.exit(HostError.exit_status)
     sys.exit(status if isinstance(status, int) else 0)

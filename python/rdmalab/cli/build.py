@@ -19,6 +19,7 @@ _kernel_option = click.option(
 
 def _ready(tier: str, progress: Progress) -> tuple[Sysroot, kernels.Kernel]:
     sysroot = Sysroot(Paths.find())
+    kernels.check_tier(sysroot, tier)
     sysroot.ensure(progress)
     return sysroot, kernels.ensure(sysroot, tier, progress)
 
@@ -68,7 +69,7 @@ def update() -> None:
         click.echo("all versions are the newest")
 
 
-@click.group()
+@click.group(epilog="\b\nExample:\n  rdmalab host check")
 def host() -> None:
     """The machine that the lab runs on."""
 

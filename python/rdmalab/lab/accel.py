@@ -69,13 +69,18 @@ def _kvm_boots(qemu: Sequence[str], env: dict[str, str]) -> tuple[bool, str]:
     return False, f"a probe guest failed under KVM: {last}"
 
 
-def choose(asked: str, qemu: Sequence[str], env: dict[str, str]) -> Accelerator:
-    """The accelerator for ``asked`` in auto, tcg, kvm. A forced one is taken as it is.
-    Raises UsageError for another name."""
+def check(asked: str) -> None:
+    """Raises UsageError where ``asked`` is none of auto, tcg, kvm."""
     if asked not in ACCELERATORS:
         raise UsageError(
             f"no accelerator is called {asked!r}", todo=f"choose one of {', '.join(ACCELERATORS)}"
         )
+
+
+def choose(asked: str, qemu: Sequence[str], env: dict[str, str]) -> Accelerator:
+    """The accelerator for ``asked`` in auto, tcg, kvm. A forced one is taken as it is.
+    Raises UsageError for another name."""
+    check(asked)
     if asked != "auto":
         return Accelerator(asked, "forced by --accel")
     if not hardware_virtualisation():

@@ -11,7 +11,6 @@ reaches systemd as credentials in SMBIOS strings (systemd.system-credentials(7))
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rdmalab.errors import CommandFailed, RdmalabError, UsageError
+from rdmalab.lab.cachelock import drop_unused, making
 from rdmalab.lab.identity import Identity
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def build_base(
     sysroot: Sysroot, release: str, tier: str, cache: Path, data: Path, progress: Progress
 ) -> Path:
     """The base image of ``tier`` with the kernel ``release``, built where it is absent (about
-    40 s); a raw, sparse file. Others of the same tier are removed.
+    40 s); a raw, sparse file. Others of the same tier are removed unless a lab is up.
 
     ``cache`` is a folder on a disk; ``data`` is vm/full. A second process waits for the
     first. A killed build leaves nothing that is taken for an image. Raises HostError where
@@ -107,8 +107,7 @@ def build_base(
     if image.exists():
         return image
     work = cache / f"full-{tier}.partial"
-    with (cache / f".full-{tier}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with making(cache / f"full-{tier}"):
         if image.exists():
             return image
         _remove(sysroot, work)
@@ -124,8 +123,7 @@ def build_base(
             )  # fmt: skip
             disk = work / "disk"
             make_bootable(disk, (work / "boot.img").read_bytes(), (work / "core.img").read_bytes())
-            for old in cache.glob(f"full-{tier}-*.raw"):
-                old.unlink()
+            drop_unused(sysroot.paths.labs, cache, f"full-{tier}-*.raw", image)
             disk.rename(image)
         _remove(sysroot, work)
     return image

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,13 @@ _COMMANDS = {
     "unshare": "util-linux",
     "apt-get": "apt",
 }
+#: those that map a user's subordinate ids, which nobody but root can do without
+_UNPRIVILEGED = {"newuidmap": "uidmap", "newgidmap": "uidmap"}
+#: Ubuntu and others name their suites alike ("noble-updates"): only Debian's are taken
+_SUITES = {
+    "buster", "bullseye", "bookworm", "trixie", "forky", "duke", "sid",
+    "oldoldstable", "oldstable", "stable", "testing", "unstable",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ def is_debian() -> bool:
 
 def missing_packages() -> list[str]:
     """The Debian packages that bring the commands this host lacks, sorted."""
-    return sorted({pkg for cmd, pkg in _COMMANDS.items() if shutil.which(cmd) is None})
+    needed = _COMMANDS if os.geteuid() == 0 else {**_COMMANDS, **_UNPRIVILEGED}
+    return sorted({pkg for cmd, pkg in needed.items() if shutil.which(cmd) is None})
 
 
 def ensure_packages(say: Callable[[str], None]) -> None:
@@ -98,15 +108,16 @@ def parse_targets(text: str) -> list[Source]:
 def choose_mirrors(sources: list[Source]) -> Mirrors:
     """The archive and its security archive among the host's sources.
 
-    A Debian archive is one that serves a ``*-updates`` suite or, failing that, a suite
-    without a suffix; third parties serve neither by these names. Without a security
+    A Debian archive is one that serves ``-updates`` of a Debian suite or, failing that,
+    the suite itself; third parties serve neither by these names. Without a security
     archive the same host's ``debian-security`` beside ``debian`` is taken.
     Raises HostError where the host has no Debian archive.
     """
-    security = [s.uri for s in sources if s.suite.endswith("-security")]
-    updates = [s.uri for s in sources if s.suite.endswith("-updates")]
-    codenames = {"bookworm", "trixie", "forky", "sid", "stable", "testing", "unstable"}
-    plain = [s.uri for s in sources if s.suite in codenames]
+
+    def serving(suffix: str) -> list[str]:
+        return [s.uri for s in sources if s.suite in {suite + suffix for suite in _SUITES}]
+
+    security, updates, plain = serving("-security"), serving("-updates"), serving("")
     archive = (updates or plain or [""])[0]
     if not archive:
         raise HostError(
@@ -120,11 +131,14 @@ def choose_mirrors(sources: list[Source]) -> Mirrors:
 
 def mirrors() -> Mirrors:
     """What the host's own apt configuration names. Raises HostError."""
-    done = subprocess.run(
-        ["apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI) $(RELEASE)",
-         "Created-By: Packages"],
-        text=True, capture_output=True, check=False,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            ["apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI) $(RELEASE)",
+             "Created-By: Packages"],
+            text=True, capture_output=True, check=False,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise HostError("this host has no apt-get", todo="install apt") from error
     if done.returncode:
         raise HostError(
             "apt cannot list this host's package sources",
@@ -139,6 +153,26 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _cache_check(cache: Path) -> Check:
+    """Whether ``cache`` can be made and written. What is made for it is removed again."""
+    made: list[Path] = []
+    try:
+        absent = [path for path in (cache, *cache.parents) if not path.exists()]
+        for path in reversed(absent):
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        todo = "set RDMALAB_CACHE to a folder that can be written"
+        return Check("cache", False, f"{cache}: {error.strerror or error}", todo)
+    finally:
+        for path in reversed(made):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+    return Check("cache", True, str(cache))
 
 
 def checks(cache: Path) -> list[Check]:
@@ -165,10 +199,13 @@ def checks(cache: Path) -> list[Check]:
         found.append(Check("package sources", True, "taken from apt"))
     except HostError as error:
         found.append(Check("package sources", False, error.what, error.todo))
-    free = free_bytes(cache) / 2**30
-    found.append(
-        Check("disk", free >= 12, f"{free:.0f} GiB free", "free 12 GiB, or set RDMALAB_CACHE")
-    )
+    found.append(_cache_check(cache))
+    try:
+        free = free_bytes(cache) / 2**30
+        seen = f"{free:.0f} GiB free"
+    except OSError as error:
+        free, seen = 0.0, f"{error.filename or cache}: {error.strerror}"
+    found.append(Check("disk", free >= 12, seen, "free 12 GiB, or set RDMALAB_CACHE"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     found.append(Check("memory", memory >= 3.5, f"{memory:.0f} GiB", "a pair of guests needs 4"))
     hw = hardware_virtualisation()

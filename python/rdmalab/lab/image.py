@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rdmalab.lab.cachelock import drop_unused, making
 from rdmalab.lab.kernel import Kernel
 from rdmalab.lab.progress import Progress
 from rdmalab.lab.sysroot import Sysroot
@@ -38,21 +39,18 @@ def _make(sysroot: Sysroot, source: Path | None, target: Path, exclude: Sequence
     partial.rename(target)
 
 
-def _drop_others(folder: Path, pattern: str, keep: Path) -> None:
-    for path in folder.glob(pattern):
-        if path != keep:
-            path.unlink(missing_ok=True)
-
-
 def root_image(sysroot: Sysroot, progress: Progress) -> Path:
-    """The guests' root as erofs, made where the sysroot is newer."""
+    """The guests' root as erofs, made where the sysroot is newer. Older ones are deleted
+    unless a lab is up."""
     folder = sysroot.paths.images
     target = folder / f"root-{sysroot.key}.erofs"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with progress.step("guest root image"):
-            _make(sysroot, None, target, _NOT_IN_GUESTS)
-        _drop_others(folder, "root-*.erofs", target)
+    if target.exists():
+        return target
+    with making(folder / "root"):
+        if not target.exists():
+            with progress.step("guest root image"):
+                _make(sysroot, None, target, _NOT_IN_GUESTS)
+            drop_unused(sysroot.paths.labs, folder, "root-*.erofs", target)
     return target
 
 
@@ -60,8 +58,10 @@ def modules_image(sysroot: Sysroot, kernel: Kernel, progress: Progress) -> Path:
     """The modules of ``kernel`` as erofs, to be mounted at /usr/lib/modules/RELEASE."""
     folder = sysroot.paths.images
     target = folder / f"modules-{kernel.release}-{kernel.version.replace('/', '_')}.erofs"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with progress.step(f"modules image of {kernel.release}"):
-            _make(sysroot, kernel.modules, target, (r"^(vmlinuz|System\.map)$",))
+    if target.exists():
+        return target
+    with making(target):
+        if not target.exists():
+            with progress.step(f"modules image of {kernel.release}"):
+                _make(sysroot, kernel.modules, target, (r"^(vmlinuz|System\.map)$",))
     return target

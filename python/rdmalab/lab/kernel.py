@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rdmalab.errors import HostError, UsageError
+from rdmalab.lab.cachelock import making
 from rdmalab.lab.progress import Progress
 from rdmalab.lab.sysroot import Sysroot
 
@@ -65,32 +66,45 @@ def tiers(sysroot: Sysroot) -> list[str]:
     return list(sysroot.packages.kernels)
 
 
+def check_tier(sysroot: Sysroot, tier: str) -> None:
+    """Raises UsageError for a tier that vm/packages.toml does not have. Nothing needs to be
+    built for it."""
+    known = tiers(sysroot)
+    if tier not in known:
+        raise UsageError(
+            f"no kernel is called {tier!r}", todo=f"choose one of {', '.join(sorted(known))}"
+        )
+
+
 def find(sysroot: Sysroot, tier: str) -> Kernel:
     """The kernel of ``tier`` as the lock has it, unpacked or not. Raises UsageError for an
     unknown tier."""
+    check_tier(sysroot, tier)
     kernels = sysroot.lock().kernels
     if tier not in kernels:
-        raise UsageError(
-            f"no kernel is called {tier!r}", todo=f"choose one of {', '.join(sorted(kernels))}"
-        )
+        raise HostError(f"the sysroot was built without kernel {tier}", todo="run `make setup`")
     locked = kernels[tier]
     folder = sysroot.paths.kernels / locked.release
     return Kernel(tier, locked.release, locked.version, folder)
 
 
 def ensure(sysroot: Sysroot, tier: str, progress: Progress) -> Kernel:
-    """Fetch and unpack the kernel of ``tier`` where it is not there yet."""
+    """Fetch and unpack the kernel of ``tier`` where it is not there yet. A second process
+    waits for the first."""
     kernel = find(sysroot, tier)
     if kernel.vmlinux.exists():
         return kernel
-    partial = kernel.folder.with_name(kernel.folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "debs").mkdir(parents=True)
-    with progress.step(f"kernel {tier}: {kernel.release}"):
-        _fetch(sysroot, kernel, partial)
-        _unpack(sysroot, kernel, partial)
-    shutil.rmtree(kernel.folder, ignore_errors=True)
-    partial.rename(kernel.folder)
+    with making(kernel.folder):
+        if kernel.vmlinux.exists():
+            return kernel
+        partial = kernel.folder.with_name(kernel.folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "debs").mkdir(parents=True)
+        with progress.step(f"kernel {tier}: {kernel.release}"):
+            _fetch(sysroot, kernel, partial)
+            _unpack(sysroot, kernel, partial)
+        shutil.rmtree(kernel.folder, ignore_errors=True)
+        partial.rename(kernel.folder)
     return kernel
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from rdmalab.lab.cachelock import making
 from rdmalab.lab.paths import Paths
 from rdmalab.lab.progress import Progress
 from rdmalab.lab.sysroot import Sysroot
@@ -27,20 +28,26 @@ def ensure(sysroot: Sysroot, progress: Progress) -> list[Path]:
     folder = sysroot.paths.native / digest.hexdigest()[:16]
     names = [file.stem for file in files if file.suffix == ".c"]
     wanted = [folder / f"{name}.so" for name in names]
-    if names and not all(path.exists() for path in wanted):
-        partial = folder.with_suffix(".partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        with progress.step("timed loops"):
-            for name in names:
-                sysroot.run(
-                    ["gcc", *FLAGS, f"/mnt/source/{name}.c", "-o", f"/mnt/out/{name}.so",
-                     *LIBRARIES],
-                    binds={files[0].parent: "/mnt/source", partial: "/mnt/out"},
-                )  # fmt: skip
-        if folder.exists():
-            for path in partial.iterdir():
-                path.replace(folder / path.name)
-            partial.rmdir()
-        else:
-            partial.rename(folder)
+    if all(path.exists() for path in wanted):
+        return wanted
+    with making(folder):
+        if not all(path.exists() for path in wanted):
+            with progress.step("timed loops"):
+                _build(sysroot, files[0].parent, names, folder)
     return wanted
+
+
+def _build(sysroot: Sysroot, source: Path, names: list[str], folder: Path) -> None:
+    partial = folder.with_suffix(".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        sysroot.run(
+            ["gcc", *FLAGS, f"/mnt/source/{name}.c", "-o", f"/mnt/out/{name}.so", *LIBRARIES],
+            binds={source: "/mnt/source", partial: "/mnt/out"},
+        )
+    if folder.exists():
+        for path in partial.iterdir():
+            path.replace(folder / path.name)
+        partial.rmdir()
+    else:
+        partial.rename(folder)

@@ -34,6 +34,10 @@ _STAMP = ".rdmalab.json"
 _BASE = ".rdmalab-base"
 _NEEDED_BYTES = 5 * 2**30
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_INSTALL = (
+    "apt-get", "install", "-y", "-q", "--no-install-recommends", "--fix-broken",
+    "--allow-downgrades",
+)  # fmt: skip
 #: what is raised when this changes: the layout of the sysroot as the code below makes it
 _LAYOUT = 1
 
@@ -88,6 +92,33 @@ def parse_madison(text: str) -> list[tuple[str, str]]:
             suite = parts[2].split()[1].split("/")[0]
             found.append((parts[1], suite))
     return found
+
+
+def source_package(show: str, name: str) -> str:
+    """The source package that ``apt-cache show`` names for the package ``name``: the
+    package's own name where it names none."""
+    match = re.search(r"^Source: *(\S+)", show, re.MULTILINE)
+    return match.group(1) if match else name
+
+
+def preferences(backports: str, packages: Mapping[str, str], sources: Mapping[str, str]) -> str:
+    """apt preferences: the locked versions (``packages``) of all binaries of their source
+    packages (``sources``, by package), then QEMU's and the kernels' sources from backports.
+
+    Binaries of one source depend on each other at their exact version, so that one alone
+    cannot be held back. A version pin of a source matches those of its binaries that have
+    this version, whatever the source's own version is (gcc 4:14.2.0-1 is of gcc-defaults
+    1.220). Of several records apt takes the first that matches, so the locked ones lead.
+    """
+    blocks = []
+    for name, version in packages.items():
+        for wanted in (name, f"src:{sources[name]}"):
+            blocks.append(f"Package: {wanted}\nPin: version {version}\nPin-Priority: 1001\n")
+    blocks.append(
+        "Package: src:qemu src:seabios src:linux src:linux-base src:ipxe\n"
+        f"Pin: release n={backports}\nPin-Priority: 600\n"
+    )
+    return "\n".join(blocks)
 
 
 def image_package(show: str) -> str:
@@ -266,7 +297,14 @@ class Sysroot:
     @contextlib.contextmanager
     def _exclusive(self, progress: Progress) -> Iterator[None]:
         """One set-up of a cache at a time; a killed one frees the lock."""
-        self.paths.cache.mkdir(parents=True, exist_ok=True)
+        try:
+            self.paths.cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostError(
+                f"the cache {self.paths.cache} cannot be made",
+                seen=error.strerror or str(error),
+                todo="set RDMALAB_CACHE to a folder that can be written",
+            ) from error
         with (self.paths.cache / ".setup-lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,15 +318,17 @@ class Sysroot:
         return stamp is not None and stamp["digest"] == self.packages.digest
 
     def ensure(self, progress: Progress) -> None:
-        """Build the sysroot where it is absent or older than vm/packages.toml.
+        """Build the sysroot where it is absent or older than vm/packages.toml, and write
+        the lock file where it is absent.
 
         Raises HostError for what the host lacks."""
-        if self.is_current():
-            return
-        host.ensure_packages(progress.say)
-        with self._exclusive(progress):
-            if not self.is_current():
-                self._build(progress, Lock.read(self.paths.lock))
+        if not self.is_current():
+            host.ensure_packages(progress.say)
+            with self._exclusive(progress):
+                if not self.is_current():
+                    self._build(progress, Lock.read(self.paths.lock))
+        if not self.paths.lock.exists():  # we were killed before it was written
+            self.lock().write(self.paths.lock)
 
     def update(self, progress: Progress) -> list[str]:
         """Look for newer versions than the lock's and rebuild where there are any.
@@ -336,15 +376,8 @@ class Sysroot:
         with progress.step("sysroot: package lists"):
             partial.run(["dpkg", "--configure", "-a"])
             partial.run(["apt-get", "update", "-q"])
-        resolved = partial._resolve(lock, progress)
-        partial._pin(resolved)
-        headers = [f"linux-headers-{kernel.release}" for kernel in resolved.kernels.values()]
-        groups = {
-            "sysroot: packages": self.packages.packages,
-            "sysroot: QEMU": self.packages.backports_packages,
-            "sysroot: kernel headers": tuple(headers),
-        }
-        for title, names in groups.items():
+        resolved = partial._choose(lock, progress)
+        for title, names in partial._groups(resolved).items():
             with progress.step(title) as step:
                 partial.install(names, step)
         partial._seal(resolved)
@@ -447,26 +480,49 @@ class Sysroot:
         return Lock(packages=chosen, kernels=kernels)
 
     def _pin(self, resolved: Lock) -> None:
-        """apt preferences: QEMU's and the kernels' source packages from backports, and the
-        resolved versions before all others. (`apt` takes the newest of suites that stand at
-        one priority.)"""
-        blocks = [
-            "Package: src:qemu src:seabios src:linux src:linux-base src:ipxe\n"
-            f"Pin: release n={self.packages.backports}\nPin-Priority: 600\n"
-        ]
-        blocks += [
-            f"Package: {name}\nPin: version {version}\nPin-Priority: 1001\n"
-            for name, version in resolved.packages.items()
-        ]
-        (self.root / "etc/apt/preferences.d/rdmalab").write_text("\n".join(blocks))
+        """Have apt take the resolved versions before all others. (It takes the newest of
+        suites that stand at one priority.)"""
+        sources = {}
+        for name, version in resolved.packages.items():
+            show = self.run(["apt-cache", "show", f"{name}={version}"]).stdout
+            sources[name] = source_package(show, name)
+        text = preferences(self.packages.backports, resolved.packages, sources)
+        (self.root / "etc/apt/preferences.d/rdmalab").write_text(text)
+
+    def _groups(self, resolved: Lock) -> dict[str, tuple[str, ...]]:
+        """What is installed, in this order, by the title it is shown with."""
+        return {
+            "sysroot: packages": self.packages.packages,
+            "sysroot: QEMU": self.packages.backports_packages,
+            "sysroot: kernel headers": tuple(
+                f"linux-headers-{kernel.release}" for kernel in resolved.kernels.values()
+            ),
+        }
+
+    def _choose(self, lock: Lock, progress: Progress) -> Lock:
+        """Resolve with ``lock`` and pin what that gives; without it where apt cannot install
+        the versions it names together (a mirror keeps some of them and not others)."""
+        resolved = self._resolve(lock, progress)
+        self._pin(resolved)
+        if lock != Lock():
+            names = [name for group in self._groups(resolved).values() for name in group]
+            try:
+                self.run([*_INSTALL, "--simulate", *names])
+            except CommandFailed as error:
+                progress.say(
+                    f"the locked versions cannot be installed together ({error.seen}); "
+                    "taking the newest"
+                )
+                resolved = self._resolve(Lock(), progress)
+                self._pin(resolved)
+        return resolved
 
     def install(self, names: Sequence[str], step: Step) -> None:
         """apt-get install, with progress; goes on after having been killed."""
         self.run(
-            ["apt-get", "install", "-y", "-q", "--no-install-recommends", "--fix-broken",
-             "--allow-downgrades", "-o", "APT::Status-Fd=9", "-o", "DPkg::Use-Pty=0", *names],
+            [*_INSTALL, "-o", "APT::Status-Fd=9", "-o", "DPkg::Use-Pty=0", *names],
             status=step,
-        )  # fmt: skip
+        )
 
     def _seal(self, resolved: Lock) -> None:
         self.run(["apt-get", "clean"])
