@@ -13,6 +13,7 @@ import pytest
 import report_data
 from click.testing import CliRunner, Result
 
+from rdmalab.cli import probe as probe_cli
 from rdmalab.cli import target
 from rdmalab.cli.bench import bench
 from rdmalab.errors import NodeLost, UsageError
@@ -125,6 +126,26 @@ def test_help_shows_examples(command: str) -> None:
     text = invoke(command, "--help").output
     assert f"rdmalab bench {command} " in text
     assert isinstance(bench.get_command(click.Context(bench), command), click.Command)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transport", "tcp"], "they are on RDMA drivers"),
+        (["--transport", "siw"], "cannot be proven"),
+        (["--op", "write"], "there is no event to wait for"),
+        (["--rounds", "0"], "0 rounds"),
+        (["--op", "nonsense"], "nonsense"),
+        (["--mode", "busy"], "busy"),
+    ],
+)
+def test_overhead_refuses_wrong_words_before_it_looks_for_a_lab(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(target, "find", lambda *_: pytest.fail("a lab was looked for"))
+    done = CliRunner().invoke(probe_cli.probe, ["overhead", *words])
+    assert isinstance(done.exception, UsageError | SystemExit)
+    assert said in f"{done.output} {done.exception}"
 
 
 class _Lab:
