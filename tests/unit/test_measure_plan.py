@@ -14,6 +14,7 @@ import report_data
 from click.testing import CliRunner, Result
 
 from rdmalab.cli import probe as probe_cli
+from rdmalab.cli import rdma as rdma_cli
 from rdmalab.cli import target
 from rdmalab.cli.bench import bench
 from rdmalab.errors import NodeLost, UsageError
@@ -126,6 +127,13 @@ def test_help_shows_examples(command: str) -> None:
     text = invoke(command, "--help").output
     assert f"rdmalab bench {command} " in text
     assert isinstance(bench.get_command(click.Context(bench), command), click.Command)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(bench, "bench"), (probe_cli.probe, "probe"), (rdma_cli.rdma, "rdma")]
+)
+def test_a_group_s_help_shows_examples(group: click.Group, name: str) -> None:
+    assert f"Examples:\n    rdmalab {name} " in CliRunner().invoke(group, ["--help"]).output
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,13 @@ def _common(rounds: int, perftest: bool) -> Callable[[F], F]:
     return add
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  rdmalab bench latency --transport rxe --op send --mode event --sizes 64,4096
+  rdmalab bench bandwidth --transport rxe,tcp --sizes 64K,1M
+  rdmalab bench instructions --from node0 --to node1"""
+)
 def bench() -> None:
     """Measure between two nodes. Every number is proven by packet counters at both ends."""
 

@@ -45,7 +45,13 @@ _json = click.option(
 )
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  rdmalab probe list --node node0
+  rdmalab probe run node0 node1 --seconds 10
+  rdmalab probe overhead --rounds 5"""
+)
 def probe() -> None:
     """eBPF probes: histograms of what the driver does while a measurement runs."""
 
