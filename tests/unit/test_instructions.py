@@ -9,15 +9,17 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from rdmalab.cli.instructions import instructions as command
 from rdmalab.errors import NodeLost, RdmalabError, UsageError
+from rdmalab.lab import lab as labs
 from rdmalab.measure import bench
 from rdmalab.measure import instructions as counting
 from rdmalab.measure.counter import BEGIN, END, Counter, Delta, Mark
@@ -25,6 +27,8 @@ from rdmalab.measure.kallsyms import UNKNOWN, Function, Symbols
 from rdmalab.measure.measurement import Counters, Measurement, Point, Proof
 from rdmalab.measure.report.instructions import print_instructions
 
+cli = import_module("rdmalab.cli.instructions")  # the package's attribute may be the command
+command = cli.instructions
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
 
 KALLSYMS = """\
@@ -304,12 +308,12 @@ def test_a_node_counted_from_request_to_answer_is_marked() -> None:
 @pytest.mark.parametrize("counts", [(0, 10), (10, 10), (20, 10)])
 def test_counts_that_give_no_slope_are_refused(counts: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="the smaller one first"):
-        counting._refuse(POINT, counts, 3)
+        counting.refuse(POINT, counts, 3)
 
 
 def test_bandwidth_has_no_round_trips() -> None:
     with pytest.raises(UsageError, match="latency"):
-        counting._refuse(Point(op="send", size=64, kind="bandwidth"), (1, 2), 3)
+        counting.refuse(Point(op="send", size=64, kind="bandwidth"), (1, 2), 3)
 
 
 # -- what is printed -----------------------------------------------------------------------------
@@ -342,3 +346,49 @@ def test_the_command_refuses_counts_that_are_not_two_numbers(counts: str) -> Non
     done = CliRunner().invoke(command, ["--from", "a", "--to", "b", "--counts", counts])
     assert done.exit_code == 2
     assert "500,1500" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--op", "nonsense"], "nonsense"),
+        (["--mode", "busy"], "busy"),
+        (["--transport", "siw"], "siw"),
+        (["--op", "write"], "there is no event to wait for"),
+        (["--transport", "tcp", "--op", "read"], "TCP has send only"),
+        (["--rounds", "0"], "0 rounds"),
+    ],
+)
+def test_wrong_words_are_refused_before_a_lab_is_booted(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(cli, "_lab", lambda *_: pytest.fail("a lab was asked for"))
+    done = CliRunner().invoke(command, ["--from", "a", "--to", "b", *words])
+    assert isinstance(done.exception, UsageError | SystemExit)
+    assert said in f"{done.output} {done.exception}"
+
+
+def attached(monkeypatch: pytest.MonkeyPatch, *, counting: bool) -> None:
+    plan = SimpleNamespace(instructions=counting)
+    lab = SimpleNamespace(plan=plan, tier="stock", kernel="7.3.4")
+    monkeypatch.setattr(cli.labs, "names", lambda _: ["instructions"])
+    monkeypatch.setattr(cli.labs.Lab, "attach", lambda _: lab)
+
+
+def test_a_lab_that_counts_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached(monkeypatch, counting=False)
+    with pytest.raises(UsageError, match="counts no instructions"):
+        cli._lab(contextlib.ExitStack(), "instructions", None)
+
+
+def test_another_kernel_than_the_lab_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached(monkeypatch, counting=True)
+    with pytest.raises(UsageError, match="has not kernel lts: it runs stock"):
+        cli._lab(contextlib.ExitStack(), "instructions", "lts")
+    for kernel in (None, "stock", "7.3.4"):
+        assert cli._lab(contextlib.ExitStack(), "instructions", kernel).tier == "stock"
+
+
+def test_the_counting_lab_is_not_the_default_one() -> None:
+    (name,) = (option.default for option in command.params if option.name == "name")
+    assert name == "instructions" != labs.DEFAULT_NAME

@@ -3,15 +3,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import click
 import pytest
+import report_data
 from click.testing import CliRunner, Result
 
+from rdmalab.cli import probe as probe_cli
+from rdmalab.cli import rdma as rdma_cli
+from rdmalab.cli import target
 from rdmalab.cli.bench import bench
-from rdmalab.errors import UsageError
-from rdmalab.measure import plan
+from rdmalab.errors import NodeLost, UsageError
+from rdmalab.lab.lab import Lab
+from rdmalab.lab.run import LabFacts
+from rdmalab.measure import bench as benches
+from rdmalab.measure import keep, plan
+from rdmalab.measure.measurement import Measurement
+from rdmalab.measure.report.store import read_folder
 
 
 def invoke(*words: str) -> Result:
@@ -115,3 +127,79 @@ def test_help_shows_examples(command: str) -> None:
     text = invoke(command, "--help").output
     assert f"rdmalab bench {command} " in text
     assert isinstance(bench.get_command(click.Context(bench), command), click.Command)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(bench, "bench"), (probe_cli.probe, "probe"), (rdma_cli.rdma, "rdma")]
+)
+def test_a_group_s_help_shows_examples(group: click.Group, name: str) -> None:
+    assert f"Examples:\n    rdmalab {name} " in CliRunner().invoke(group, ["--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transport", "tcp"], "they are on RDMA drivers"),
+        (["--transport", "siw"], "cannot be proven"),
+        (["--op", "write"], "there is no event to wait for"),
+        (["--rounds", "0"], "0 rounds"),
+        (["--op", "nonsense"], "nonsense"),
+        (["--mode", "busy"], "busy"),
+    ],
+)
+def test_overhead_refuses_wrong_words_before_it_looks_for_a_lab(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(target, "find", lambda *_: pytest.fail("a lab was looked for"))
+    done = CliRunner().invoke(probe_cli.probe, ["overhead", *words])
+    assert isinstance(done.exception, UsageError | SystemExit)
+    assert said in f"{done.output} {done.exception}"
+
+
+class _Lab:
+    """What a run notes of one."""
+
+    def facts(self) -> LabFacts:
+        return LabFacts("x", "stock", "7.3.4", "tcg", 1, "fast", "pair", 1.0, ("node0", "node1"))
+
+    def versions(self) -> dict[str, str]:
+        return {"perftest": "24.1"}
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where runs are kept."""
+    (tmp_path / "vm").mkdir()
+    (tmp_path / "vm/packages.toml").touch()
+    monkeypatch.setenv("RDMALAB_REPO", str(tmp_path))
+    return tmp_path / "results"
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    monkeypatch: pytest.MonkeyPatch, results: Path
+) -> None:
+    node = SimpleNamespace(deadlines=SimpleNamespace(factor=1.0))
+    where = SimpleNamespace(
+        node=lambda _: node, lab=_Lab(), accelerator="tcg", vcpus=1, kernel="7.3.4"
+    )
+    monkeypatch.setattr(target, "find", lambda *_: where)
+    monkeypatch.setattr(benches, "route_between", lambda *_, **__: None)
+
+    def run(*_: object, done: list[Measurement], **__: object) -> None:
+        done.append(report_data.measurement(samples=20))
+        raise NodeLost("node1 died")
+
+    monkeypatch.setattr(benches, "run", run)
+    with pytest.raises(NodeLost):
+        CliRunner().invoke(bench, ["latency"], catch_exceptions=False)
+    manifest = json.loads((results / "latest/manifest.json").read_text())
+    assert (manifest["exit_status"], manifest["counts"]["measurements"]) == (3, 1)
+    assert manifest["versions"] == {"perftest": "24.1"}
+    assert len(read_folder(results / "latest")) == 1
+
+
+def test_a_result_that_is_json_is_kept_as_it_is(results: Path) -> None:
+    folder = keep.keep_json("probe-overhead", {"ratio": 1.2}, cast(Lab, _Lab()), ["probe"])
+    assert json.loads((folder / "result.json").read_text()) == {"ratio": 1.2}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["exit_status"], manifest["lab"]["tier"]) == (0, "stock")

@@ -14,7 +14,7 @@ import click
 
 from rdmalab.cli import target
 from rdmalab.cli.instructions import instructions
-from rdmalab.errors import UsageError
+from rdmalab.errors import RdmalabError, UsageError
 from rdmalab.measure.plan import (
     bandwidth_points,
     latency_points,
@@ -24,10 +24,12 @@ from rdmalab.measure.plan import (
 )
 
 if TYPE_CHECKING:
-    from rdmalab.measure.measurement import Point
+    from rdmalab.lab.lab import Lab
+    from rdmalab.measure.measurement import Measurement, Point
 
 F = TypeVar("F", bound=Callable[..., object])
 
+INTERRUPTED = 130
 OPS = ("send", "write", "write_imm", "read", "fetch_add", "cmp_swap")
 
 
@@ -115,7 +117,13 @@ def _common(rounds: int, perftest: bool) -> Callable[[F], F]:
     return add
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  rdmalab bench latency --transport rxe --op send --mode event --sizes 64,4096
+  rdmalab bench bandwidth --transport rxe,tcp --sizes 64K,1M
+  rdmalab bench instructions --from node0 --to node1"""
+)
 def bench() -> None:
     """Measure between two nodes. Every number is proven by packet counters at both ends."""
 
@@ -241,38 +249,57 @@ def _measure(
     ends = found.node(from_), found.node(to)
     # On a guest SoftRoCE is set up as needed; a real machine's owner does it.
     route = benches.route_between(*ends, link, setup=found.lab is not None)
-    with ExitStack() as stack:
-        group = None
-        if probes:
-            from rdmalab.probe.group import ProbeGroup
-
-            group = stack.enter_context(ProbeGroup(ends))
-        measurements = benches.run(
-            *ends,
-            points,
-            setting=benches.Setting(found.accelerator, found.vcpus, found.kernel),
-            route=route,
-            alternations=rounds,
-            perftest=perftest,
-            probes=group,
-            profile=settings,
-            factor=ends[0].deadlines.factor,
-            progress=_say,
-        )
-    status = 0 if all(map(is_proven, measurements)) else 1
+    measurements: list[Measurement] = []
     document: dict[str, Any] = {}
-    if not no_keep:
-        from rdmalab.measure.keep import keep
+    try:
+        with ExitStack() as stack:
+            group = None
+            if probes:
+                from rdmalab.probe.group import ProbeGroup
 
-        folder, page = keep(f"bench-{what}", measurements, found.lab, sys.argv[1:], status)
-        document = {"run": str(folder), "report": str(page)}
-        _say(f"kept in {folder}")
+                group = stack.enter_context(ProbeGroup(ends))
+            benches.run(
+                *ends,
+                points,
+                setting=benches.Setting(found.accelerator, found.vcpus, found.kernel),
+                route=route,
+                alternations=rounds,
+                perftest=perftest,
+                probes=group,
+                profile=settings,
+                factor=ends[0].deadlines.factor,
+                progress=_say,
+                done=measurements,
+            )
+        status = 0 if all(map(is_proven, measurements)) else 1
+    except BaseException as error:
+        # A failure does not take what was measured before it, nor is it hidden by another.
+        status = error.exit_status if isinstance(error, RdmalabError) else INTERRUPTED
+        if measurements and not no_keep:
+            try:
+                _keep(f"bench-{what}", measurements, found.lab, status)
+            except RdmalabError as second:
+                _say(f"not kept: {second}")
+        raise
+    if not no_keep:
+        document = _keep(f"bench-{what}", measurements, found.lab, status)
     if as_json:
         document["rows"] = to_rows(measurements)
         click.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         print_tables(Console(), measurements)
     return status
+
+
+def _keep(
+    name: str, measurements: Sequence[Measurement], lab: Lab | None, status: int
+) -> dict[str, Any]:
+    """Where it was kept."""
+    from rdmalab.measure.keep import keep
+
+    folder, page = keep(name, measurements, lab, sys.argv[1:], status)
+    _say(f"kept in {folder}")
+    return {"run": str(folder), "report": str(page)}
 
 
 def _say(line: str) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 
 from rdmalab.cli import target
-from rdmalab.errors import RdmalabError
+from rdmalab.errors import RdmalabError, UsageError
+from rdmalab.measure.node import loops
 from rdmalab.probe.agent import describe_probe
 from rdmalab.probe.catalogue import PROBES, select
 from rdmalab.probe.group import ProbeGroup
@@ -44,7 +45,13 @@ _json = click.option(
 )
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  rdmalab probe list --node node0
+  rdmalab probe run node0 node1 --seconds 10
+  rdmalab probe overhead --rounds 5"""
+)
 def probe() -> None:
     """eBPF probes: histograms of what the driver does while a measurement runs."""
 
@@ -138,12 +145,13 @@ Examples:
 @click.option("--from", "from_", default="node0", show_default=True, help="The initiator.")
 @click.option("--to", default="node1", show_default=True, help="The target.")
 @click.option("--link", default="", help="Where several links join the two.")
-@click.option("--transport", default="rxe", show_default=True)
-@click.option("--op", default="send", show_default=True)
-@click.option("--mode", default="event", show_default=True, help="event or poll.")
+@click.option("--transport", default="rxe", show_default=True, help="rxe.")
+@click.option("--op", type=click.Choice(loops.OPS), default="send", show_default=True)
+@click.option("--mode", type=click.Choice(["event", "poll"]), default="event", show_default=True)
 @click.option("--size", default=64, show_default=True, help="Bytes.")
 @click.option("--iterations", default=1000, show_default=True, help="Of each measurement.")
 @click.option("--rounds", default=5, show_default=True, help="Pairs of without and with.")
+@click.option("--no-keep", is_flag=True, help="Leave no run folder under results/.")
 @_json
 def overhead_(
     from_: str,
@@ -158,15 +166,24 @@ def overhead_(
     size: int,
     iterations: int,
     rounds: int,
+    no_keep: bool,
     as_json: bool,
 ) -> None:
     """What the probes cost: median latency without and with them, in turn."""
     from rdmalab.measure import bench
+    from rdmalab.measure.keep import keep_json
     from rdmalab.measure.measurement import Point
+    from rdmalab.measure.proof import kind_of
 
+    if transport == "tcp":
+        raise UsageError("probes cost TCP nothing", seen="they are on RDMA drivers")
+    point = Point(op=op, size=size, mode=mode, transport=transport, iterations=iterations)
+    kind_of(transport)
+    loops.refuse(point)
+    if rounds < 1:
+        raise UsageError(f"{rounds} rounds", todo="ask for one at least")
     where = target.find(name, inventory)
     ends = where.node(from_), where.node(to)
-    point = Point(op=op, size=size, mode=mode, transport=transport, iterations=iterations)
     setting = bench.Setting(where.accelerator, where.vcpus, where.kernel)
     route = bench.route_between(*ends, link)
 
@@ -180,20 +197,23 @@ def overhead_(
 
     with ProbeGroup(ends, probes) as group:
         result = overhead(p50, group, rounds)
+    row = {
+        "probes": list(probes),
+        "transport": transport,
+        "op": op,
+        "mode": mode,
+        "size": size,
+        "link": route.link,
+        "accelerator": where.accelerator,
+        "vcpus": where.vcpus,
+        "kernel": where.kernel,
+        "unit": "us",
+    } | result.to_json()
+    if not no_keep:
+        kept = keep_json("probe-overhead", row, where.lab, sys.argv[1:])
+        click.echo(f"kept in {kept}", err=True)
     if as_json:
-        row = {
-            "probes": list(probes),
-            "transport": transport,
-            "op": op,
-            "mode": mode,
-            "size": size,
-            "link": route.link,
-            "accelerator": where.accelerator,
-            "vcpus": where.vcpus,
-            "kernel": where.kernel,
-            "unit": "us",
-        }
-        click.echo(json.dumps(row | result.to_json(), indent=2))
+        click.echo(json.dumps(row, indent=2))
     else:
         click.echo(_overhead_text(result))
         click.echo(

@@ -13,7 +13,13 @@ from rdmalab.lab.child import last_line
 from rdmalab.lab.node import Node
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  rdmalab rdma setup node0 && rdmalab rdma setup node1
+  rdmalab rdma show node0
+  rdmalab rdma teardown node0"""
+)
 def rdma() -> None:
     """RDMA devices, ports, GIDs, limits and counters of a node."""
 

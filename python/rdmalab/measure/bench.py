@@ -347,6 +347,7 @@ def run(
     profile: Mapping[str, Any] | None = None,
     factor: float = 1.0,
     progress: Progress = lambda line: None,
+    done: list[Measurement] | None = None,
 ) -> list[Measurement]:
     """All points in turn, ``alternations`` times, our tool and (where asked, and where it
     can) perftest in turn for each.
@@ -356,7 +357,8 @@ def run(
 
     A point that nothing can measure is refused (UsageError) before anything is started. A
     measurement without proof is returned with its reason and without numbers. ``factor``
-    stretches deadlines on a slow machine. Raises RdmalabError (one line) when a point
+    stretches deadlines on a slow machine. ``done`` is the list to add to and return, for who
+    wants what was measured before a failure. Raises RdmalabError (one line) when a point
     fails; nothing of ours is left running on the nodes then, nor after Ctrl-C.
     """
     for point in points:
@@ -365,7 +367,7 @@ def run(
     if alternations < 1:
         raise UsageError(f"{alternations} rounds", todo="ask for one at least")
     where = route or route_between(from_, to)
-    done: list[Measurement] = []
+    done = [] if done is None else done
     with Pair(from_, to, where, factor=factor) as pair:
         plans = []
         for point in points:

@@ -26,7 +26,9 @@ from rdmalab.measure import bench
 from rdmalab.measure.counter import BEGIN, END, Counter, Delta, Mark
 from rdmalab.measure.kallsyms import Function, Symbols
 from rdmalab.measure.measurement import Measurement, Point
+from rdmalab.measure.node import loops
 from rdmalab.measure.node.request import describe
+from rdmalab.measure.proof import kind_of
 from rdmalab.measure.report.rows import ProofCell, coverage
 
 COUNTS = (500, 1500)
@@ -170,7 +172,7 @@ def run(
     Raises UsageError for what cannot be counted, RdmalabError where the transport is not
     proven (no proof, no number) or a run fails.
     """
-    _refuse(point, counts, rounds)
+    refuse(point, counts, rounds)
     nodes = (from_, to)
     for node in nodes:
         counters[node.name].hello()
@@ -203,7 +205,10 @@ def run(
     )  # fmt: skip
 
 
-def _refuse(point: Point, counts: tuple[int, int], rounds: int) -> None:
+def refuse(point: Point, counts: tuple[int, int], rounds: int) -> None:
+    """UsageError for what cannot be counted."""
+    loops.refuse(point)
+    kind_of(point.transport)
     if point.kind != "latency":
         raise UsageError(
             f"instructions of a {point.kind} measurement", todo="round trips are counted: latency"

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves measurements as a run: a folder with Parquet, manifest and report."""
+"""Leaves results as a run: a folder with a manifest and Parquet and a report, or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rdmalab.lab.paths import Paths
-from rdmalab.lab.run import LabFacts, Run
+from rdmalab.lab.run import Run
 from rdmalab.measure.measurement import Measurement
-from rdmalab.measure.report.page import write_report
-from rdmalab.measure.report.store import write_measurements
 
 if TYPE_CHECKING:
     from rdmalab.lab.lab import Lab
 
 PARQUET = "measurements.parquet"
+RESULT = "result.json"
 
 
 def keep(
@@ -28,22 +28,28 @@ def keep(
 ) -> tuple[Path, Path]:
     """The new run's folder and its report.html. Raises RdmalabError where it cannot be
     written."""
-    run = Run.create(Paths.find().results, name, argv=argv)
-    if lab is not None:
-        run.use_lab(
-            LabFacts(
-                name=lab.name,
-                tier=lab.tier,
-                kernel=lab.kernel,
-                accelerator=lab.accelerator,
-                vcpus=lab.vcpus,
-                mode=lab.mode,
-                topology=lab.plan.topology,
-                slow_factor=lab.slow_factor,
-                nodes=tuple(lab.nodes),
-            )
-        )
+    # pandas and pyarrow take a second to import.
+    from rdmalab.measure.report.page import write_report
+    from rdmalab.measure.report.store import write_measurements
+
+    run = _create(name, lab, argv)
     write_measurements(run.path(PARQUET), measurements)
     refused = sum(one.proof.verdict != "proven" for one in measurements)
     run.finish(exit_status, {"measurements": len(measurements), "refused": refused})
     return run.folder, write_report(run.folder, run.manifest.to_json(), measurements)
+
+
+def keep_json(name: str, document: Mapping[str, Any], lab: Lab | None, argv: Sequence[str]) -> Path:
+    """The folder of a new run that holds ``document`` as result.json. Raises RdmalabError
+    where it cannot be written."""
+    run = _create(name, lab, argv)
+    run.write(RESULT, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    run.finish(0)
+    return run.folder
+
+
+def _create(name: str, lab: Lab | None, argv: Sequence[str]) -> Run:
+    run = Run.create(Paths.find().results, name, argv=argv)
+    if lab is not None:
+        run.use_lab(lab.facts(), lab.versions())
+    return run
